@@ -1,9 +1,11 @@
-"""`python -m jaxpipe.score MODEL TOKENS --out OUT [section.key=value ...]`: log-probabilities.
+"""`python -m jaxpipe.score MODEL TOKENS [--out OUT] [section.key=value ...]`: log-probabilities.
 
 Writes the logarithm of the probability of every token after those before it. MODEL is a run's
 directory, one of its checkpoints, or a model's directory from Hugging Face. TOKENS is a .npy of
 integers [N, L], or a .jsonl with a list of token ids on each line. OUT is a .npz with `logprobs`
 and `greedy` (whether no other token was more likely) [N, L - 1], or a .jsonl with a list per line.
+TOKENS may also be a folder of `python -m jaxpipe.data prepare`: its scores are written beside its
+tokens, where training on pairs (train.loss=dpo) reads those of the reference model.
 
 It computes in float32 on one device; settings choose a mesh, devices and another dtype:
 parallel.pp=2 runtime.cpu_devices=2 train.compute_dtype=bfloat16.
@@ -18,6 +20,7 @@ from pathlib import Path
 from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import MODEL, parse, parser_of
 from jaxpipe.config.paths import local_path
+from jaxpipe.inference.prepared import REFERENCE, PreparedFolder
 from jaxpipe.inference.settings import inference_config, start_devices
 from jaxpipe.inference.token_sequences import check_ids, check_out, read_sequences, write_scores
 from jaxpipe.schedule import ScheduleError
@@ -25,27 +28,43 @@ from jaxpipe.schedule import ScheduleError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    paths = {"model": MODEL, "tokens": "a .npy or .jsonl"}
+    paths = {"model": MODEL, "tokens": "a .npy, a .jsonl, or a prepared folder"}
     parser = parser_of("score", __doc__ or "", paths=paths)
-    parser.add_argument("--out", type=local_path, required=True, help="a .npz or .jsonl")
+    parser.add_argument("--out", type=local_path, help="a .npz or .jsonl; none for a folder")
     try:
         arguments = parse(parser, argv)
-        count = score(arguments.model, arguments.tokens, arguments.out, arguments.overrides)
+        out = _out(arguments.tokens, arguments.out)
+        count = score(arguments.model, arguments.tokens, out, arguments.overrides)
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"scored {count:,} tokens; their log-probabilities are in {arguments.out}")
+    print(f"scored {count:,} tokens; their log-probabilities are in {out or arguments.tokens}")
     return 0
 
 
-def score(model: Path, tokens: Path, out: Path, overrides: Sequence[str] = ()) -> int:
+def _out(tokens: Path, out: Path | None) -> Path | None:
+    """Where scores are written; None: beside the tokens of a folder."""
+    if tokens.is_dir() == (out is None):
+        return out
+    raise ConfigError(
+        f"--out {out}: scores of the folder {tokens} are written into it; leave --out out."
+        if out
+        else f"--out is missing: name a .npz or .jsonl for the scores of {tokens}."
+    )
+
+
+def score(model: Path, tokens: Path, out: Path | None, overrides: Sequence[str] = ()) -> int:
     """Score the sequences of a file, write their scores, and return the number of scored tokens.
+
+    With `out` None `tokens` is a prepared folder, and scores are written beside its tokens.
 
     Raises:
         ConfigError: the model, the tokens, a setting or `out` cannot be used.
     """
-    sequences = read_sequences(tokens)
-    check_out(out, sequences)
+    folder = PreparedFolder.open(tokens) if out is None else None
+    sequences = folder.sequences if folder else read_sequences(tokens)
+    if out is not None:
+        check_out(out, sequences)
     start_devices(overrides)
     # jax must not be imported earlier: it reads the environment set above when it starts.
     from jaxpipe.inference.loaded_model import LoadedModel
@@ -56,7 +75,11 @@ def score(model: Path, tokens: Path, out: Path, overrides: Sequence[str] = ()) -
     check_ids(sequences, tokens, saved.model.vocab_size, saved.longest)
     longest = max(len(row) - 1 for row in sequences)
     config = inference_config(saved.model, overrides, rows=len(sequences), longest=longest)
-    write_scores(out, Scorer(LoadedModel.load(saved, config)).score(sequences))
+    scores = Scorer(LoadedModel.load(saved, config)).score(sequences)
+    if folder:
+        folder.write(REFERENCE, [one.logprobs for one in scores])
+    else:
+        write_scores(out, scores)
     return sum(len(row) - 1 for row in sequences)
 
 

@@ -255,6 +255,11 @@ def _data(config: Config, directory: Path) -> "RunData":
     """Open the run's data; the first process prepares it before the others where needed."""
     from jaxpipe.data.sources import open_data
 
+    if config.train.loss_rows:
+        raise ConfigError(
+            f"train.loss_rows={list(config.train.loss_rows)} are in no data that this command "
+            f"reads: call `Trainer` from Python (jaxpipe/training/README.md)."
+        )
     try:
         with processes.first_before_others("data"):
             return open_data(
@@ -264,6 +269,7 @@ def _data(config: Config, directory: Path) -> "RunData":
                 seed=config.train.seed,
                 directory=directory / "data",
                 variable_length=config.train.variable_length,
+                answers=config.loss_rows if config.reads_pairs else (),
             )
     except OSError as error:
         raise ConfigError(

@@ -80,6 +80,11 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="read messages only, written by the tokenizer's chat template instead of ChatML",
     )  # fmt: skip
     making.add_argument(
+        "--pairs", action="store_true",
+        help="read a prompt with a chosen and a rejected answer from each record, for train.loss="
+        "dpo",
+    )  # fmt: skip
+    making.add_argument(
         "--workers", type=_positive_number, default=os.cpu_count(), help="processes"
     )
     making.add_argument(
@@ -109,6 +114,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
         tokenizer=arguments.tokenizer,
         eod=arguments.eod,
         chat=arguments.chat,
+        pairs=arguments.pairs,
         field=arguments.field,
         ignored=tuple(sorted({*arguments.ignore})),
         skip_bad_lines=arguments.skip_bad_lines,

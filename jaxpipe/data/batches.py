@@ -104,6 +104,7 @@ class DataSplit:
     whole_fingerprint: Callable[[], str] | None = None
     sources: tuple[SourceSamples, ...] = ()  # the sources that are mixed
     masked: bool = False  # whether some targets may be excluded from the loss
+    warnings: tuple[str, ...] = ()  # for the log
 
     def __len__(self) -> int:
         """Number of samples in one epoch."""
@@ -221,6 +222,6 @@ class DataSplit:
 def _pad_sample(sample: Sample, length: int) -> Sample:
     """Pad a sample to a row of `length` tokens."""
     return {
-        name: np.pad(leaf, (0, length - len(leaf)), constant_values=PADDING[name])
+        name: np.pad(leaf, (0, length - len(leaf)), constant_values=PADDING.get(name, 0))
         for name, leaf in sample.items()
     }

@@ -138,16 +138,27 @@ class ShardedDocuments:
             return None
         return np.concatenate([np.ones(n, bool) if c is None else c for c, n in parts])
 
-    def split(self, fraction: float) -> tuple["ShardedDocuments", "ShardedDocuments"]:
+    def row(self, name: str, index: int) -> np.ndarray:
+        """Return the values beside a document's tokens (`beside`), float32 `[tokens]`."""
+        window = self._within(*self._window(index, 0, None))
+        parts = [shard.beside(name).read(first, last) for shard, first, last in window]
+        return np.concatenate(parts)
+
+    def split(
+        self, fraction: float, together: int = 1
+    ) -> tuple["ShardedDocuments", "ShardedDocuments"]:
         """Split off the last `fraction` of the tokens; no document is in both results.
 
-        The document at the split point goes to the second result as a whole, unless it is the very
-        first document, which is divided.
+        The document at the split point goes to the second result as a whole, with those of its
+        `together` consecutive documents, unless it is the very first document, which is divided.
         """
         cut = self.end - round(fraction * len(self))
         number = self._shard_at(min(cut, self.end - 1))
         base = self._starts[number]
         border = base + self.shards[number].document_start(min(cut, self.end - 1) - base)
+        if together > 1:
+            starts = self._borders[:-1:together] + self.begin
+            border = int(starts[np.searchsorted(starts, border, side="right") - 1])
         if cut < self.end and border > self.begin:
             cut = border
         first, second = f"{self.place}[:{cut}]", f"{self.place}[{cut}:]"

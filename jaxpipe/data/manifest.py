@@ -60,6 +60,7 @@ class FolderManifest(msgspec.Struct, frozen=True, kw_only=True):
     bad_lines: int  # documents left out because they cannot be read
     unlearned: int = 0  # documents left out because none of their tokens counts in the loss
     origin: str  # digest of the inputs and options
+    pairs: bool = False  # whether documents 2 i and 2 i + 1 are the answers of a pair
     shards: tuple[ShardEntry, ...]
 
 

@@ -30,6 +30,7 @@ from jaxpipe.data.manifest import (
     merge_histograms,
     read_manifest,
 )
+from jaxpipe.data.pairs import OF_PAIR
 from jaxpipe.data.pieces import InputPiece, divide_files, list_input_files
 from jaxpipe.data.readers import DocumentReader
 from jaxpipe.data.records import ChatML, Passages, RecordConverter
@@ -55,6 +56,7 @@ class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str  # see `load_tokenizer`
     eod: str = ""  # see `describe_tokenizer`; with `chat` empty is none: templates write the end
     chat: bool = False  # read messages only, and write them by the tokenizer's chat template
+    pairs: bool = False  # a record has two answers to one prompt; each is a document
     field: str = ""  # see `RecordConverter`
     ignored: tuple[str, ...] = ()  # see `RecordConverter`
     skip_bad_lines: bool = False
@@ -117,7 +119,8 @@ def prepare(
                             unused = None  # print it only once
                     else:
                         show(*value)
-            manifest = _build_manifest([done[piece.number] for piece in pieces], entry, origin)
+            results = [done[piece.number] for piece in pieces]
+            manifest = _build_manifest(results, entry, origin, pairs=options.pairs)
             if not manifest.documents:
                 what = "that counts in the loss " if manifest.unlearned else ""
                 raise ConfigError(f"there is no text {what}in the inputs of {folder}: give others.")
@@ -136,6 +139,7 @@ def write_piece(
 ) -> PieceResult:
     """Write a piece to its shard, and report input bytes and tokens as they are processed."""
     tokenizer, read, empty, unlearned = _loaded(options.tokenizer), 0, 0, 0
+    together = OF_PAIR if options.pairs else 1
 
     def advance(size: int) -> None:
         nonlocal read
@@ -144,9 +148,9 @@ def write_piece(
     def batches() -> Iterator[DocumentBatch]:
         nonlocal read, empty, unlearned
         for documents in group_documents(
-            doc for part in piece.parts for doc in reader.documents(part)
+            (doc for part in piece.parts for doc in reader.documents(part)), together
         ):
-            batch, without_text = tokenise(documents, tokenizer, entry.eod)
+            batch, without_text = tokenise(documents, tokenizer, entry.eod, together)
             empty += without_text
             unlearned += len(documents) - len(batch.lengths) - without_text
             report((read, len(batch.ids)))
@@ -155,7 +159,8 @@ def write_piece(
                 yield batch
 
     writer = template or ChatML(describe_chat_fault(options.tokenizer, tokenizer))
-    records = RecordConverter(options.field, frozenset(options.ignored), writer, options.chat)
+    ignored = frozenset(options.ignored)
+    records = RecordConverter(options.field, ignored, writer, options.chat, options.pairs)
     reader = DocumentReader(records, options.skip_bad_lines, advance)
     dtype = np.dtype("<u2" if entry.vocab_size <= 1 << 16 else "<i4")
     written = write_shard(folder, f"{piece.number:06d}", dtype, batches())
@@ -168,12 +173,13 @@ def write_piece(
 
 
 def tokenise(
-    documents: list[Passages], tokenizer: Tokenizer, eod: int | None
+    documents: list[Passages], tokenizer: Tokenizer, eod: int | None, together: int = 1
 ) -> tuple[DocumentBatch, int]:
     """Tokenise documents, and leave out those without text or without a token in the loss.
 
     The id `eod` is appended to each document and counts in the loss if the last passage does. A
-    text that already ends with that token, white space aside, gets no second one.
+    text that already ends with that token, white space aside, gets no second one. Where one of
+    `together` consecutive documents is left out, all of them are.
 
     Returns:
       The ids, and the number of documents without text.
@@ -181,32 +187,37 @@ def tokenise(
     end, mark = np.array([] if eod is None else [eod], np.int32), ""
     if eod is not None:
         mark = tokenizer.mark_of(eod)
-    ids, counted, lengths, empty = [], [], [], 0
+    found: list[tuple[np.ndarray, np.ndarray]] = []  # ids, and which count; empty if left out
+    empty = 0
     for passages, encoded in zip(documents, tokenizer.encode(documents)):
-        if not len(encoded.ids):
-            empty += 1
-            continue
-        text, counts = passages[-1]
+        empty += not len(encoded.ids)
+        text, counts = passages[-1] if passages else ("", False)
         ending = end[:0] if mark and text.rstrip().endswith(mark) else end
-        if encoded.counted.any() or (counts and len(ending)):
-            ids += [encoded.ids, ending]
-            counted += [encoded.counted, np.full(len(ending), counts)]
-            lengths.append(len(encoded.ids) + len(ending))
-    if not lengths:
+        is_learned = len(encoded.ids) and (encoded.counted.any() or (counts and len(ending)))
+        ids = np.concatenate([encoded.ids, ending])[: None if is_learned else 0]
+        found.append((ids, np.append(encoded.counted, np.full(len(ending), counts))[: len(ids)]))
+    groups = (found[at : at + together] for at in range(0, len(found), together))
+    kept = [one for group in groups if all(len(ids) for ids, _ in group) for one in group]
+    if not kept:
         return DocumentBatch(np.zeros(0, np.int32), np.zeros(0, int), np.zeros(0, bool)), empty
-    return DocumentBatch(np.concatenate(ids), np.array(lengths), np.concatenate(counted)), empty
+    ids, counted = (np.concatenate(arrays) for arrays in zip(*kept))
+    return DocumentBatch(ids, np.array([len(ids) for ids, _ in kept]), counted), empty
 
 
 _loaded = lru_cache(maxsize=1)(load_tokenizer)  # a worker loads its tokenizer once
 
 
-def group_documents(documents: Iterable[Passages]) -> Iterator[list[Passages]]:
-    """Yield groups of documents, each large enough for one call of the tokenizer."""
+def group_documents(documents: Iterable[Passages], together: int = 1) -> Iterator[list[Passages]]:
+    """Yield groups of documents, each large enough for one call of the tokenizer.
+
+    `together` consecutive documents are in one group.
+    """
     group, characters = [], 0
     for passages in documents:
         group.append(passages)
         characters += sum(len(text) for text, _ in passages)
-        if characters >= _BATCH or len(group) >= _BATCH // 256:
+        is_full = characters >= _BATCH or len(group) >= _BATCH // 256
+        if is_full and len(group) % together == 0:
             yield group
             group, characters = [], 0
     if group:
@@ -228,7 +239,8 @@ def _piece_key(
 ) -> str:
     """Return a digest of what a shard depends on: inputs with mtimes, options and tokenizer."""
     files = [(part, Path(part.path).stat().st_mtime_ns) for part in piece.parts]
-    known = [_FORM, files, options.field, options.ignored, entry, *([template] if template else [])]
+    known = [_FORM, files, options.field, options.ignored, entry]
+    known += [template] * bool(template) + ["pairs"] * options.pairs
     return hashlib.blake2b(msgspec.json.encode(known), digest_size=16).hexdigest()
 
 
@@ -260,7 +272,9 @@ def _complete_folder(folder: Path, manifest: FolderManifest, tokenizer: str) -> 
     sync_folder(folder)
 
 
-def _build_manifest(done: list[PieceResult], entry: TokenizerEntry, origin: str) -> FolderManifest:
+def _build_manifest(
+    done: list[PieceResult], entry: TokenizerEntry, origin: str, *, pairs: bool
+) -> FolderManifest:
     shards = tuple(one.shard for one in done if one.shard)
     return FolderManifest(
         tokenizer=entry,
@@ -275,6 +289,7 @@ def _build_manifest(done: list[PieceResult], entry: TokenizerEntry, origin: str)
         bad_lines=sum(one.bad for one in done),
         unlearned=sum(one.unlearned for one in done),
         origin=origin,
+        pairs=pairs,
         shards=shards,
     )
 

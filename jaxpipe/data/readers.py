@@ -69,7 +69,7 @@ class DocumentReader:
         read["rows"] = partial(_read_rows, self.records)
         for number, (load, size) in enumerate(read[file_kind(Path(part.path))](part)):
             try:
-                yield self.records.passages(load())
+                yield from self.records.documents(load())
             except ConfigError as error:
                 raise ConfigError(f"{_describe_place(part, number)} {error}") from error
             except (ValueError, RecursionError, msgspec.DecodeError) as error:
@@ -255,7 +255,7 @@ def _choose_columns(records: RecordConverter, schema: Any) -> list[str]:
             return names  # the error for the missing field names the existing ones
         if not hasattr(column, "value_field"):  # the field is no list, so it has no messages
             return [field]
-    elif "text" in names and not any(name in names for name in MESSAGES):
+    elif "text" in names and not records.pairs and not any(name in names for name in MESSAGES):
         return [name for name in ("text", "prompt", "completion") if name in names]
     own = {field, field.split(".")[0]}
     return [name for name in names if name in own or name not in HARMLESS | records.ignored]

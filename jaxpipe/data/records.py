@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxpipe.config import ConfigError
+from jaxpipe.data.pairs import answers_of
 
 Passages = list[tuple[str, bool]]  # a document's text in passages; whether each counts in the loss
 MESSAGES = ("messages", "conversations")
@@ -26,7 +27,7 @@ HARMLESS = frozenset({
     "session_id", "tool_call_id", "name", "source", "dataset", "subset", "split", "category",
     "categories", "topic", "title", "tags", "language", "lang", "url", "license", "model",
     "timestamp", "created", "created_at", "date", "metadata", "meta", "score", "rating",
-    "num_turns", "num_tokens", "token_count", "finish_reason",
+    "num_turns", "num_tokens", "token_count", "finish_reason", "score_chosen", "score_rejected",
 })  # fmt: skip
 _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool", "function")}
 _ROLES |= {"human": "user", "gpt": "assistant"}
@@ -95,6 +96,7 @@ class RecordConverter:
       ignored: keys that are dropped although they may change the training data.
       writer: writes messages.
       only_chats: whether records without messages are refused.
+      pairs: whether a record has two answers to one prompt.
       chats: number of records with messages so far.
     """
 
@@ -102,7 +104,17 @@ class RecordConverter:
     ignored: frozenset[str] = frozenset()
     writer: ConversationWriter = ChatML()
     only_chats: bool = False
+    pairs: bool = False
     chats: int = 0
+
+    def documents(self, record: Any) -> list[Passages]:
+        """Return the passages of each document of a record: one, or those of both answers.
+
+        Raises what `passages` does, and `ValueError` for a record that is no pair.
+        """
+        if not self.pairs:
+            return [self.passages(record)]
+        return [self.passages(answer) for answer in answers_of(record)]
 
     def passages(self, record: Any) -> Passages:
         """Return the passages of a record; none where its fields are null.

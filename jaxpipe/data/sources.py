@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxpipe.config import ConfigError, DataConfig, SourceConfig
 from jaxpipe.data.batches import DataSplit, SourceSamples, heldout_order, training_order
 from jaxpipe.data.corpus import open_corpus_documents
 from jaxpipe.data.documents import ShardedDocuments
+from jaxpipe.data.manifest import read_manifest
 from jaxpipe.data.packing import pack_documents
+from jaxpipe.data.pairs import OF_PAIR, PairOrder, PairSamples
 from jaxpipe.data.samples import (
     DummySamples,
     JoinedSamples,
@@ -17,7 +20,7 @@ from jaxpipe.data.samples import (
     StreamSamples,
     TokenSamples,
 )
-from jaxpipe.data.token_files import check_tokenizers, open_documents
+from jaxpipe.data.token_files import check_tokenizers, find_prepared_folders, open_documents
 from jaxpipe.data.tokens import BareShard
 
 DUMMY_SAMPLES = 1 << 20
@@ -33,6 +36,7 @@ class SplitPart:
     whole_fingerprint: Callable[[], str] | None = None  # see `DataSplit`
     place: str = "dummy"  # path of the source, for messages
     masked: bool = False  # see `DataSplit`
+    warnings: tuple[str, ...] = ()  # see `DataSplit`
 
 
 @dataclass(frozen=True)
@@ -44,16 +48,19 @@ class RunData:
 
 
 class _RowSettings(NamedTuple):
-    """How rows are built: `seq_len` tokens across documents, or packed documents."""
+    """How rows are built: `seq_len` tokens across documents, packed documents, or answers."""
 
     seq_len: int
     packing: Literal["none", "sequential", "best_fit"] = "none"
     most: int = 1  # largest number of documents in a row
     seed: int = 0  # shuffles documents of equal length
+    answers: tuple[str, ...] = ()  # rows are the answers of pairs; what they have beside tokens
 
     @property
     def description(self) -> str:
         """Part of the fingerprint that identifies these settings."""
+        if self.answers:
+            return f" answers with {' '.join(self.answers)}"
         if self.packing == "none":
             return ""
         drawn = f" of {self.seed}" if self.packing == "best_fit" else ""
@@ -62,7 +69,7 @@ class _RowSettings(NamedTuple):
 
 def open_data(
     config: DataConfig, *, seq_len: int, vocab_size: int, seed: int, directory: Path,
-    variable_length: bool = False,
+    variable_length: bool = False, answers: tuple[str, ...] = (),
 ) -> RunData:  # fmt: skip
     """Open the sources that a configuration names.
 
@@ -77,12 +84,16 @@ def open_data(
       seed: >= 0; determines the order (and the tokens of `dummy`).
       directory: where the corpus of `stdlib` is stored.
       variable_length: without packing, give every row one document.
+      answers: give every row one answer of a pair, with these float32 values beside its tokens;
+        empty: the documents are no pairs.
 
     Raises `ConfigError` for every fault that shows without reading all tokens: a file missing,
     empty, truncated or of another kind, too few tokens for one sample, ids outside the vocabulary.
     """
     of_train = of_heldout = _RowSettings(seq_len)
-    if config.packing != "none":
+    if answers:
+        of_train = of_heldout = _RowSettings(seq_len, answers=answers)
+    elif config.packing != "none":
         of_train = _RowSettings(seq_len, config.packing, config.max_documents, seed)
         of_heldout = of_train._replace(packing="sequential")
     elif variable_length:
@@ -96,7 +107,8 @@ def open_data(
             )
         train, heldout = _build_dummy_parts(config, seq_len, vocab_size, seed)
     else:
-        to_train_on, held_out = _open_sources(config, vocab_size, directory)
+        together = OF_PAIR if answers else 1
+        to_train_on, held_out = _open_sources(config, vocab_size, directory, together)
         # Held-out documents first: their few temporary arrays are freed before the larger ones.
         heldout = [_build_part(config, of_heldout, *of) for of in held_out]
         train = [_build_part(config, of_train, *of) for of in to_train_on]
@@ -114,12 +126,19 @@ def _build_split(
 ) -> DataSplit:
     """Build a split: endless if it is named training, and shuffled if there is a seed."""
     lengths, weights = [len(part.samples) for part in parts], [part.weight for part in parts]
+    if in_pairs := isinstance(parts[0].samples, PairSamples):
+        lengths = [length // OF_PAIR for length in lengths]
     training = name == "training"
     order = training_order(lengths, weights, seed) if training else heldout_order(lengths, weights)
+    order = PairOrder(order) if in_pairs else order
     sources = tuple(
         SourceSamples(part.place, len(part.samples), part.weight / sum(weights)) for part in parts
     )
-    known = {"sources": sources, "masked": any(part.masked for part in parts)}
+    known = {
+        "sources": sources,
+        "masked": any(part.masked for part in parts),
+        "warnings": tuple(warning for part in parts for warning in part.warnings),
+    }
     if len(parts) == 1:
         part, whole = parts[0], parts[0].whole_fingerprint
         whole_fingerprint = whole and (lambda: f"{whole()} {sizes}")
@@ -153,6 +172,8 @@ def _build_part(
     name = "file" if config.sources else config.source
     masked = any(shard.masked for shard in documents.shards)
     known = {"weight": weight, "place": documents.place, "masked": masked}
+    if rows.answers:
+        return _build_pairs(documents, rows, name, known)
     if rows.packing != "none":
         samples = _pack_documents(documents, rows, shared=config.packing != "none")
         return SplitPart(samples, f"{name} {documents.fingerprint}{rows.description}", **known)
@@ -163,6 +184,35 @@ def _build_part(
         whole_fingerprint=whole and (lambda: f"{name} {whole()}"),
         **known,
     )
+
+
+def _build_pairs(
+    documents: ShardedDocuments, rows: _RowSettings, name: str, known: dict[str, Any]
+) -> SplitPart:
+    """Build the rows of a prepared folder of pairs.
+
+    Raises `ConfigError` where a shard has no values beside its tokens, or of another number.
+    """
+    digests = []
+    for shard in documents.shards:
+        for beside in map(shard.beside, rows.answers):
+            size = beside.path.stat().st_size if beside.path.exists() else 0
+            if size != beside.size * beside.dtype.itemsize:
+                raise ConfigError(
+                    f"{beside.path} {'has another size than its tokens' if size else 'is missing'}:"
+                    f" write it by `python -m jaxpipe.score MODEL {shard.path.parent}` with the "
+                    f"model that the run starts from."
+                )
+            digests.append(beside.sampled_digest())
+    samples = PairSamples(documents, rows.seq_len, rows.answers)
+    if samples.left_out:
+        known["warnings"] = (
+            f"warning: {samples.left_out} pairs of {documents.place} have an answer longer than "
+            f"train.seq_len + 1 = {rows.seq_len + 1} tokens, or of one token, and are left out",
+        )
+    values = blake2b(" ".join(digests).encode(), digest_size=8).hexdigest()
+    fingerprint = f"{name} {documents.fingerprint}{rows.description} {values}"
+    return SplitPart(samples, fingerprint, **known)
 
 
 def _pack_documents(
@@ -221,10 +271,28 @@ def _check_disjoint(
 Weighted = tuple[ShardedDocuments, float]
 
 
+def _check_records(path: str, *, in_pairs: bool) -> None:
+    """Raise `ConfigError` unless all that a path names are pairs, or nothing is."""
+    folders = find_prepared_folders(path)
+    if in_pairs and not (folders and all(read_manifest(folder).pairs for folder in folders)):
+        raise ConfigError(
+            f"train.loss='dpo' reads pairs, but {path} is no folder that `python -m jaxpipe.data "
+            f"prepare --pairs` wrote: prepare it so."
+        )
+    if not in_pairs and any(read_manifest(folder).pairs for folder in folders):
+        raise ConfigError(
+            f"{path} has pairs of answers, and training on both as text would teach the rejected "
+            f"ones too: set train.loss=dpo, or prepare it without --pairs."
+        )
+
+
 def _open_sources(
-    config: DataConfig, vocab_size: int, directory: Path
+    config: DataConfig, vocab_size: int, directory: Path, together: int
 ) -> tuple[list[Weighted], list[Weighted]]:
-    """Open the documents of every source to train on, and the held-out documents."""
+    """Open the documents of every source to train on, and the held-out documents.
+
+    `together` consecutive documents are a pair, or 1.
+    """
     if config.source == "stdlib" and not config.sources:
         if vocab_size < 256:
             raise ConfigError(
@@ -234,6 +302,9 @@ def _open_sources(
         train, heldout = open_corpus_documents(directory, config.heldout_fraction, vocab_size)
         return [(train, 1.0)], [(heldout, 1.0)]
     sources = config.sources or (SourceConfig(path=config.path),)
+    for path in [*(source.path for source in sources), config.heldout_path]:
+        if path:
+            _check_records(path, in_pairs=together > 1)
     opened = [
         (open_documents(source.path, vocab_size), source.weight)
         for source in sources
@@ -245,5 +316,6 @@ def _open_sources(
     _check_disjoint([documents for documents, _ in opened], [documents for documents, _ in apart])
     if apart:
         return opened, apart
-    cut = [(documents.split(config.heldout_fraction), weight) for documents, weight in opened]
+    fraction = config.heldout_fraction
+    cut = [(documents.split(fraction, together), weight) for documents, weight in opened]
     return [(train, w) for (train, _), w in cut], [(heldout, w) for (_, heldout), w in cut]

@@ -11,6 +11,7 @@ _MOST_EPOCHS = 4
 
 def data_warnings(train: DataSplit, samples: int) -> Iterator[str]:
     """Yield warnings for sources repeated too often in a run of `samples`, and wasted samples."""
+    yield from train.warnings
     for place, size, share in train.sources:
         epochs = samples * share / size
         if epochs > _MOST_EPOCHS:

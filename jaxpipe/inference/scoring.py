@@ -3,16 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from jaxpipe.inference.loaded_model import LoadedModel
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.moe.balance import REAL
-
-Tree = Any
+from jaxpipe.training.scores import BatchScores
 
 
 class SequenceScores(NamedTuple):
@@ -69,25 +67,14 @@ class Scorer:
             flat["inputs"][row, :length] = tokens[:-1]
             flat["targets"][row, :length] = tokens[1:]
             flat[REAL][row, :length] = 1
-        scores = self._program(self.loaded.params, trainer.put(batch), self.loaded.variables)
-        logprobs, greedy = (self._in_order(np.asarray(array), shape) for array in scores)
+        scores = self._scores(self.loaded.params, batch, self.loaded.variables)
+        logprobs, greedy = (array.reshape(-1, shape[-1]) for array in scores)
         return [
             SequenceScores(logprobs[row, :length].astype(np.float32), greedy[row, :length] > 0)
             for row, length in enumerate(lengths)
         ]
 
-    def _in_order(self, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Undo `BatchSharder.deal`: values as the devices return them, as `[M * B, L]`."""
-        places = np.arange(np.prod(shape)).reshape(shape)
-        whole = np.empty(places.size, values.dtype)
-        whole[self.loaded.trainer.sharder.deal({"inputs": places})["inputs"]] = values
-        return whole.reshape(-1, shape[-1])
-
     @cached_property
-    def _program(self) -> Any:
-        pipeline = self.loaded.pipeline(self.loaded.trainer.model.token_scores)
-
-        def outputs(params: Tree, batch: Tree, variables: Tree) -> Tree:
-            return pipeline.forward(params, batch, variables).outputs
-
-        return jax.jit(outputs, compiler_options=self.loaded.trainer.compiler_options)
+    def _scores(self) -> BatchScores:
+        loaded = self.loaded
+        return BatchScores(loaded.trainer, loaded.pipeline(loaded.trainer.model.token_scores))

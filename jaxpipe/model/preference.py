@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.objective import Rows
 
-REFERENCE = "reference"  # the row of the reference model's log-probabilities
+REFERENCE = "reference"  # the row of the reference model's log-probabilities (`Config.loss_rows`)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from jaxpipe.planning.expert_checks import check_experts
 from jaxpipe.planning.fp8_checks import check_fp8
 from jaxpipe.planning.fused_checks import check_fused
 from jaxpipe.planning.lora_checks import check_lora
-from jaxpipe.planning.loss_checks import check_loss
+from jaxpipe.planning.loss_checks import LOSS_CHECKS
 from jaxpipe.planning.pipeline_checks import PIPELINE_CHECKS
 from jaxpipe.planning.run_checks import RUN_CHECKS
 from jaxpipe.planning.sequence_checks import SEQUENCE_CHECKS
@@ -101,7 +101,7 @@ CHECKS = (
     _check_sharding,
     check_fp8,
     check_lora,
-    check_loss,
+    *LOSS_CHECKS,
     *PIPELINE_CHECKS,
     check_fused,
     _check_use,

@@ -3,23 +3,22 @@
 from jaxpipe.config import Config, ConfigError, PreferenceConfig, is_custom
 
 
-def check_loss(config: Config) -> None:
-    """Raise `ConfigError` if there is no such loss, or settings do not fit it.
+def _check_loss(config: Config) -> None:
+    """Raise `ConfigError` if there is no such loss, or settings of losses have no use.
 
     `train.loss` must be `cross_entropy`, `dpo`, or `module:function` with a function of `(logprobs,
     rows)` as `jaxpipe/model/objective.py` defines it.
-
-    `train.loss` other than `cross_entropy` excludes `parallel.cp` and `parallel.slices` above 1,
-    which divide a sequence, `train.z_loss`, and `model.mtp_depth`.
-
-    `train.loss='dpo'` needs an even `train.microbatch_size`, since both answers of a pair are in
-    one microbatch, `data.source='file'` or `data.sources`, and excludes `data.packing`.
 
     `train.loss_rows` needs a `train.loss` of your own.
 
     `preference.beta` and `preference.label_smoothing` need `train.loss='dpo'`.
     """
     train, loss = config.train, config.train.loss
+    if loss not in ("cross_entropy", "dpo") and not is_custom(loss):
+        raise ConfigError(
+            f"train.loss={loss!r} is no loss: choose cross_entropy, dpo, or 'module:function' of "
+            f"your own."
+        )
     if train.loss_rows and not is_custom(loss):
         raise ConfigError(
             f"train.loss_rows={list(train.loss_rows)} are read by a loss of your own, but "
@@ -30,14 +29,17 @@ def check_loss(config: Config) -> None:
             f"[preference] is of train.loss='dpo', but train.loss={loss!r}: set it, or leave "
             f"[preference] out."
         )
-    if loss == "cross_entropy":
+
+
+def _check_function(config: Config) -> None:
+    """Raise `ConfigError` if a loss of log-probabilities does not fit the other settings.
+
+    `train.loss` other than `cross_entropy` excludes `parallel.cp` and `parallel.slices` above 1,
+    which divide a sequence, `train.z_loss`, and `model.mtp_depth`.
+    """
+    train, parallel = config.train, config.parallel
+    if train.loss == "cross_entropy":
         return
-    if not (config.reads_pairs or is_custom(loss)):
-        raise ConfigError(
-            f"train.loss={loss!r} is no loss: choose cross_entropy, dpo, or 'module:function' of "
-            f"your own."
-        )
-    parallel = config.parallel
     excluded = {
         f"parallel.cp={parallel.cp}": parallel.cp > 1,
         f"parallel.slices={parallel.slices}": parallel.slices > 1,
@@ -46,17 +48,26 @@ def check_loss(config: Config) -> None:
     }
     if found := [setting for setting, is_set in excluded.items() if is_set]:
         raise ConfigError(
-            f"train.loss={loss!r} is computed of the log-probabilities of whole rows alone, which "
-            f"excludes {found[0]}: leave it out, or train on cross_entropy."
+            f"train.loss={train.loss!r} is computed of the log-probabilities of whole rows alone, "
+            f"which excludes {found[0]}: leave it out, or train on cross_entropy."
         )
-    if config.reads_pairs:
-        _check_pairs(config)
     from jaxpipe.planning.objective import objective_of  # needs jax
 
     objective_of(config)
 
 
 def _check_pairs(config: Config) -> None:
+    """Raise `ConfigError` if pairs of answers could not be read, or would be divided.
+
+    `train.loss='dpo'` needs an even `train.microbatch_size`, since both answers of a pair are in
+    one microbatch.
+
+    `train.loss='dpo'` excludes `data.packing`.
+
+    `train.loss='dpo'` needs `data.source='file'` or `data.sources`.
+    """
+    if not config.reads_pairs:
+        return
     data, examples = config.data, config.train.microbatch_size
     if examples % 2:
         raise ConfigError(
@@ -74,3 +85,6 @@ def _check_pairs(config: Config) -> None:
             f"data.source=file, and data.path to a folder that `python -m jaxpipe.data prepare "
             f"--pairs` wrote."
         )
+
+
+LOSS_CHECKS = (_check_loss, _check_pairs, _check_function)

@@ -116,6 +116,13 @@ class BatchSharder:
         heads = parallel.exchanging
         return shard_batch(batch, slices=parallel.slices, cp=parallel.cp, dp=dp, heads=heads)
 
+    def restore(self, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Undo `deal`: values of a batch as the devices return them, in the order `[M, B, L]`."""
+        places = np.arange(math.prod(shape)).reshape(shape)
+        whole = np.empty(places.size, values.dtype)
+        whole[self.deal({"inputs": places})["inputs"]] = values
+        return whole.reshape(shape)
+
     def _placed(self, leaf: np.ndarray, own: int, first: int) -> jax.Array:
         """The global array; `leaf` holds the rows of `own` examples from example `first` on."""
         of_example = leaf.shape[1] // own

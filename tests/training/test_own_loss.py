@@ -1,0 +1,120 @@
+"""A loss of one's own: the page's iteration of reinforcement learning, and what is refused."""
+
+import re
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpipe import config as configs
+from jaxpipe.config import ConfigError
+from jaxpipe.model.loss import IGNORE
+from jaxpipe.planning.checks import check_settings
+from jaxpipe.training.scores import BatchScores
+from jaxpipe.training.trainer import Trainer
+from jaxpipe.training.weights import stream_weights
+
+HOME = Path(__file__).parents[2]
+PAGE = (HOME / "jaxpipe" / "training" / "README.md").read_text()
+SECTION = PAGE[PAGE.index("## Losses of your own") : PAGE.index("## Debugging")]
+MODULE, ITERATION = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+SMALLER = (
+    "parallel.pp=2", "parallel.dp=2", "model.d_model=32", "model.n_layers=2", "train.seq_len=16",
+    "train.grad_accum_steps=4", "train.microbatch_size=4", "parallel.schedule=zb_h1",
+    "runtime.cpu_devices=4",
+)  # fmt: skip
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write a module of losses; return a function that loads a configuration with one of them."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "grpo", raising=False)
+
+    def with_loss(text, *overrides):
+        (tmp_path / "grpo.py").write_text(text)
+        return load("configs/quickstart.toml", ["train.loss=grpo:loss", *overrides])
+
+    return with_loss
+
+
+def load(path, overrides):
+    config = configs.load(HOME / path, [*SMALLER, *overrides])
+    check_settings(config)
+    return config
+
+
+def test_the_iteration_of_the_page(module, monkeypatch):
+    """Its step equals autograd's on one device, and favours what had a high reward."""
+    assert len(SECTION.splitlines()) <= 30
+    config = module(MODULE, 'train.loss_rows=["advantages", "old_logprobs"]')
+    shape = (*config.batch_shape.values(), config.train.seq_len + 1)
+    ids = np.random.default_rng(0).integers(0, 256, shape, np.int32)
+    targets = np.where(np.arange(shape[-1] - 1) < 4, IGNORE, ids[..., 1:]).astype(np.int32)
+    batch, sent = {"inputs": ids[..., :-1], "targets": targets}, []
+    names = {
+        "Trainer": OnFourDevices, "BatchScores": BatchScores, "np": np, "configs": Configs,
+        "stream_weights": stream_weights, "generate": lambda state: batch, "send": sent.extend,
+        "rewards": lambda batch: (batch["targets"] % 2 == 0).mean(-1),
+    }  # fmt: skip
+    exec(ITERATION, names)
+    trainer, metrics, rows = names["trainer"], names["metrics"], names["rows"]
+    after = names["score"](names["state"].params, batch).logprobs_BL
+    counts = targets != IGNORE
+    want = -(rows["advantages"] * counts).sum() / counts.sum()  # every ratio is 1
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-4, atol=1e-6)
+    gained = ((after - names["old"]) * rows["advantages"]).sum(-1)
+    assert gained.mean() > 0
+    named = dict(sent)
+    assert named["model.embed_tokens.weight"].shape == (256, 32)
+    assert trainer.config.train.loss == "grpo:loss"
+
+
+class OnFourDevices(Trainer):
+    """A trainer on the first four of the eight devices of a test."""
+
+    @classmethod
+    def resolve(cls, config):
+        return super().resolve(config, jax.devices()[:4])
+
+
+class Configs:
+    """`jaxpipe.config`, with smaller settings."""
+
+    load = staticmethod(load)
+
+
+MEAN = "import jax.numpy as jnp\ndef loss(logprobs, rows):\n    "
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "sentence"),
+    [
+        (MEAN + "return logprobs.sum()", (), "return .total, count. or .total, count, metrics."),
+        (MEAN + "return logprobs, 1", (), "its total is .* sum it over the microbatch"),
+        (MEAN + "return -logprobs.sum(), (logprobs > -1).sum()", (), "its count depends on the"),
+        (MEAN + "return -logprobs.sum() * rows['gain'].sum(), 1", (), "'gain'"),
+        (MEAN + "return -logprobs.sum(), 1, {'loss': 1.0}", (), "has a metric 'loss'"),
+        ("loss = 1", (), "has no function 'loss'"),
+        (MODULE, ("parallel.cp=2",), "excludes parallel.cp=2"),
+        (MODULE, ("preference.beta=0.2",), "is of train.loss='dpo'"),
+        ("", ("train.loss=ppo",), "is no loss: choose cross_entropy, dpo"),
+        ("", ("train.loss=dpo", "train.microbatch_size=3"), "give an even number"),
+        ("", ("train.loss=dpo",), "data.source='stdlib', which has no pairs"),
+        ("", ("train.loss=dpo", "train.loss_rows=['a']"), "are read by a loss of your own"),
+    ],
+)  # fmt: skip
+def test_refusals(module, text, overrides, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        module(text, *overrides)
+
+
+def test_a_batch_without_a_row(module):
+    config = module(MODULE, 'train.loss_rows=["advantages", "old_logprobs"]')
+    trainer = OnFourDevices.resolve(config)
+    shape = (*config.batch_shape.values(), config.train.seq_len)
+    batch = dict.fromkeys(("inputs", "targets", "advantages"), np.zeros(shape, np.int32))
+    with pytest.raises(ValueError, match="the loss reads the row 'old_logprobs', but the batch"):
+        trainer.train_step.lower(trainer.state_shapes, trainer.put(batch))
