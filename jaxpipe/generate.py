@@ -3,9 +3,10 @@
 MODEL is a run's directory, one of its checkpoints, or a model's directory from Hugging Face.
 Without --temperature the most likely token is taken. The text ends at the model's end-of-text
 token, or after --max-tokens. The model is put on one device, or on several with parallel.tp,
-whatever mesh trained it.
+whatever mesh trained it. With parallel.pp or parallel.dp, which may span several processes, there
+is no cache: every token costs a pass over the whole text.
 
-Exit codes: 0 done; 2 bad input; 130 Ctrl-C.
+Exit codes: 0 done; 2 bad input; 3 another process is missing; 130 Ctrl-C.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import MODEL, parse, parser_of
 from jaxpipe.inference.settings import check_generation, inference_config, start_devices
+from jaxpipe.runtime import processes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(parser, argv)
         _check_numbers(arguments)
         generate(arguments)
+        processes.finish()
+    except processes.NotMetError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
     except ConfigError as error:
+        if processes.several():
+            processes.leave(2, str(error))
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -55,7 +63,7 @@ def generate(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: the model, its tokenizer, the prompt or a setting cannot be used.
     """
-    start_devices(arguments.overrides)
+    start_devices(arguments.overrides, several=True)
     # jax must not be imported earlier: it reads the environment set above when it starts.
     from jaxpipe.inference.generation import Generator
     from jaxpipe.inference.loaded_model import LoadedModel
@@ -67,7 +75,9 @@ def generate(arguments: argparse.Namespace) -> None:
     tokenizer = tokenizer_of(saved, arguments.tokenizer)
     prompt = encode_prompt(saved, tokenizer, arguments.prompt)
     room = saved.longest - len(prompt) if saved.longest else arguments.max_tokens
-    config = inference_config(saved.model, arguments.overrides, rows=1, longest=len(prompt))
+    tokens = min(arguments.max_tokens, room)
+    longest = len(prompt) + tokens
+    config = inference_config(saved.model, arguments.overrides, rows=1, longest=longest)
     check_generation(config)
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
     shown, ends = "", saved.serving.eos_token_ids
@@ -76,7 +86,7 @@ def generate(arguments: argparse.Namespace) -> None:
         """Print what is new; a last character that is not complete only if the text is."""
         nonlocal shown
         text = tokenizer.decode(prompt + [token for token in made if token not in ends])
-        if complete or not text.endswith("\N{REPLACEMENT CHARACTER}"):
+        if processes.first() and (complete or not text.endswith("\N{REPLACEMENT CHARACTER}")):
             print(text[len(shown) :], end="", flush=True)
             shown = text
 
@@ -86,9 +96,10 @@ def generate(arguments: argparse.Namespace) -> None:
 
     show([], complete=True)
     generator = Generator(LoadedModel.load(saved, config), sampling)
-    (made,) = generator.generate([prompt], min(arguments.max_tokens, room), is_finished)
+    (made,) = generator.generate([prompt], tokens, is_finished)
     show(made, complete=True)
-    print()
+    if processes.first():
+        print()
 
 
 if __name__ == "__main__":

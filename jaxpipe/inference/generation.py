@@ -1,4 +1,4 @@
-"""Generation of tokens with a cache of keys and values, on one device or over tp.
+"""Generation of tokens: with a cache of keys and values on one device or over tp, else without.
 
 The cache is the state that layers hand from one sequence slice to the next (`LayerKind.state`), in
 a model that is built with as many slices as the cache has tokens. Slices of one token generate,
@@ -11,7 +11,7 @@ Shapes: B prompts, L tokens of a slice, S tokens of the cache, D model, V vocabu
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from msgspec import structs
 from jaxpipe.contract import Context
 from jaxpipe.inference.loaded_model import LoadedModel
 from jaxpipe.inference.sampling import GREEDY, Sampling
+from jaxpipe.inference.settings import uses_pipeline
+from jaxpipe.inference.uncached import UncachedModel
 from jaxpipe.parallel import PP, REPLICA_AXES, TP
 from jaxpipe.pipeline.parameters import DeviceParameters
 from jaxpipe.planning.model import model_of
@@ -37,8 +39,10 @@ _ROUNDING = 64  # caches have a multiple of it [tokens], for fewer programs
 class Generator:
     """Continues prompts; its compiled programs are kept.
 
+    With several pipeline ranks or replicas there is no cache (`uncached.py`).
+
     Attributes:
-      loaded: the model on a mesh whose only axis is tp.
+      loaded: the model on its mesh.
       sampling: how tokens are drawn.
     """
 
@@ -57,25 +61,17 @@ class Generator:
         """
         lengths = [len(prompt) for prompt in prompts]
         most = max(lengths) + max_tokens
-        cached = self.cached_model(-(-most // _ROUNDING) * _ROUNDING)
         tokens = np.zeros((len(prompts), most + 1), np.int32)
         for row, prompt in zip(tokens, prompts):
             row[: len(prompt)] = prompt
-        cache = cached.empty_cache(len(prompts))
-        begin, generated = 0, [[] for _ in prompts]
-        for length in _slices(min(lengths) - 1):
-            part = tokens[:, begin : begin + length]
-            cache = cached.read(self.loaded.params, self.loaded.variables, cache, part, begin)
-            begin += length
+        decoding = self._decoding(len(prompts), most)
+        begin = decoding.read(tokens, min(lengths) - 1)
+        generated: list[list[int]] = [[] for _ in prompts]
         running = set(range(len(prompts))) if max_tokens else set()
         for place in range(begin, most):
             if not running:
                 break
-            here = tokens[:, place : place + 1]
-            drawn, cache = cached.next(
-                self.loaded.params, self.loaded.variables, cache, here, place
-            )
-            for row, token in enumerate(np.asarray(drawn).tolist()):
+            for row, token in enumerate(decoding.next(tokens, place).tolist()):
                 if place + 1 < lengths[row]:
                     continue
                 tokens[row, place + 1] = token
@@ -85,6 +81,17 @@ class Generator:
                         running.remove(row)
         return generated
 
+    def _decoding(self, prompts: int, tokens: int) -> "Decoding":
+        """What reads prompts of up to so many tokens, and draws the next ones."""
+        if uses_pipeline(self.loaded.trainer.config):
+            return self._uncached
+        cached = self.cached_model(-(-tokens // _ROUNDING) * _ROUNDING)
+        return _CachedDecoding(cached, cached.empty_cache(prompts))
+
+    @cached_property
+    def _uncached(self) -> UncachedModel:
+        return UncachedModel(self.loaded, self.sampling)
+
     def cached_model(self, tokens: int) -> "CachedModel":
         """The programs with a cache of so many tokens."""
         return self._by_tokens.setdefault(tokens, CachedModel(self.loaded, self.sampling, tokens))
@@ -92,6 +99,39 @@ class Generator:
     @cached_property
     def _by_tokens(self) -> dict[int, "CachedModel"]:
         return {}
+
+
+class Decoding(Protocol):
+    """The tokens of N prompts so far, `[N, S]`, and what follows them."""
+
+    def read(self, tokens_NS: np.ndarray, count: int) -> int:
+        """Read some of the first `count` tokens; return how many, from which `next` goes on."""
+
+    def next(self, tokens_NS: np.ndarray, place: int) -> np.ndarray:
+        """Read the token at `place` of every row and draw the one after it, integers `[N]`."""
+
+
+@dataclass
+class _CachedDecoding:
+    """Decoding with a cache, which grows with every token read."""
+
+    model: "CachedModel"
+    cache: Tree
+
+    def read(self, tokens_NS: np.ndarray, count: int) -> int:
+        loaded, begin = self.model.loaded, 0
+        for length in _slices(count):
+            part = tokens_NS[:, begin : begin + length]
+            self.cache = self.model.read(loaded.params, loaded.variables, self.cache, part, begin)
+            begin += length
+        return begin
+
+    def next(self, tokens_NS: np.ndarray, place: int) -> np.ndarray:
+        loaded, here = self.model.loaded, tokens_NS[:, place : place + 1]
+        drawn, self.cache = self.model.next(
+            loaded.params, loaded.variables, self.cache, here, place
+        )
+        return np.asarray(drawn)
 
 
 def _slices(tokens: int) -> Iterator[int]:

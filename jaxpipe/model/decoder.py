@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jaxpipe.contract import Context, LayerKind, LayerOutput, Names, Rounds, StageFunctions
 from jaxpipe.model.attention import CachedKeys, CausalAttention
@@ -18,6 +19,7 @@ from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.dropout import NO_MASKS, Dropout, Masks
 from jaxpipe.model.fp8 import PLAIN, Precision
 from jaxpipe.model.loss import (
+    IGNORE,
     TokenScores,
     chunked_cross_entropy_sum,
     count_valid,
@@ -223,6 +225,21 @@ class CausalDecoder:
         """Logits `[B, L, V]` of the next tokens; V are this device's shard of the vocabulary."""
         x, head = nnx.merge(self._embed_head_graph, embed_head).leave(x)
         return x @ head
+
+    def next_logits(self, embed_head: Tree, x: jax.Array, rows: Tree) -> jax.Array:
+        """Logits `[B, V]` after the one place in each row whose target counts.
+
+        An output of the head (`StageFunctions`), of the full vocabulary on every device.
+        """
+        here_BL1 = (rows["targets"] != IGNORE)[..., None]
+        x_B1D = jnp.where(here_BL1, x, 0).sum(axis=1, keepdims=True)
+        logits_BV, devices = self.logits(embed_head, x_B1D)[:, 0], self._embed_head_devices
+        if devices.size > 1:
+            batch, own = logits_BV.shape
+            zeros = jnp.zeros((batch, own * devices.size), logits_BV.dtype)
+            begin = (0, devices.index() * own)
+            logits_BV = devices.total(lax.dynamic_update_slice(zeros, logits_BV, begin))
+        return logits_BV[:, : self.config.vocab_size]
 
     def token_scores(self, embed_head: Tree, x: jax.Array, rows: Tree) -> TokenScores:
         """The scores of the targets, `[B, L]` each: an output of the head (`StageFunctions`)."""

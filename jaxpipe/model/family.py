@@ -169,6 +169,9 @@ class Model(Protocol):
     def logits(self, embed_head: Tree, x: "jax.Array") -> "jax.Array":
         """Logits `[B, L, V]` of the next tokens; V are this device's shard of the vocabulary."""
 
+    def next_logits(self, embed_head: Tree, x: "jax.Array", rows: Tree) -> "jax.Array":
+        """Logits `[B, V]` after the one place in each row whose target counts."""
+
     def token_scores(self, embed_head: Tree, x: "jax.Array", rows: Tree) -> "TokenScores":
         """The scores of a microbatch's targets, as `StageFunctions.outputs` returns them."""
 

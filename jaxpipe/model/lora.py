@@ -171,6 +171,10 @@ class LoraDecoder:
         """See `CausalDecoder.logits`."""
         return self.base.logits(embed_head, x)
 
+    def next_logits(self, embed_head: Tree, x: jax.Array, rows: Tree) -> jax.Array:
+        """See `CausalDecoder.next_logits`."""
+        return self.base.next_logits(embed_head, x, rows)
+
     def token_scores(self, embed_head: Tree, x: jax.Array, rows: Tree) -> TokenScores:
         """See `CausalDecoder.token_scores`."""
         return self.base.token_scores(embed_head, x, rows)

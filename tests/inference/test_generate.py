@@ -53,6 +53,30 @@ def test_greedy_tokens_are_those_of_transformers(name, overrides):
         assert found == greedy(theirs, prompt, tokens)
 
 
+PIPELINES = {
+    "gpt2": "parallel.pp=2 parallel.schedule=dualpipev parallel.allow_underfilled=true",
+    "qwen3_tied": "parallel.pp=2 parallel.tp=2 parallel.vocab_parallel_pp=true",
+    "qwen3_moe": "parallel.pp=2 parallel.dp=2 parallel.ep=2 parallel.zero_stage=3",
+}
+
+
+@pytest.mark.slow(unless=["qwen3_tied"])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_write_what_one_device_does(name):
+    """Without a cache; the prompts' lengths differ, and there are more of them than in a batch."""
+    directory, overrides = published(name)[1], PIPELINES[name].split()
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 96, length).tolist() for length in (3, 1, 9, 5, 2, 4, 7, 6, 8)]
+    one = generator(directory).generate(prompts, 6, lambda *_: False)
+    many = generator(directory, *overrides, "train.length_bucket=16")
+    assert many.loaded.trainer.samples_per_step < len(prompts)
+    assert many.generate(prompts, 6, lambda *_: False) == one
+    drawn = Sampling(1.0, 0.9, seed=3)
+    one = generator(directory, sampling=drawn).generate(prompts[:2], 4, lambda *_: False)
+    many = Generator(many.loaded, drawn).generate(prompts[:2], 4, lambda *_: False)
+    assert many == one
+
+
 def test_the_nucleus_is_that_of_transformers():
     logits = np.random.default_rng(0).normal(size=(5, 40)).astype(np.float32) * 3
     for temperature, top_p in ((0.5, 0.9), (1.0, 0.3), (2.0, 1.0), (1.0, 1e-6)):
@@ -106,7 +130,10 @@ def test_a_run_speaks_and_its_export_says_the_same(tmp_path, capsys):
         (["--prompt", "", "--tokenizer", "bytes"], "the prompt has no token"),
         (["--prompt", "x", "--tokenizer", "bytes"], "gives the id 120, but model.vocab_size=96"),
         (["--prompt", "!" * 64, "--tokenizer", "bytes"], "the prompt has 64 tokens"),
-        (["--prompt", "!", "--tokenizer", "bytes", "parallel.pp=2"], "over parallel.tp, but"),
+        (
+            ["--prompt", "!", "--tokenizer", "bytes", "parallel.cp=2", "parallel.dp=2"],
+            "from whole sequences, but",
+        ),
         (["--prompt", "!", "--top-p", "0"], "--top-p 0.0: give a share"),
     ],
 )
