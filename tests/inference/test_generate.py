@@ -1,6 +1,7 @@
 """Generated text: transformers' own greedy tokens, draws from the nucleus, and where it stops."""
 
 import json
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from saved_runs import saved_run  # noqa: E402
+from several import ends, start_all  # noqa: E402
 from trained_models import MODELS, published  # noqa: E402
 
 from jaxpipe.checkpoint.__main__ import main as checkpoint_command  # noqa: E402
@@ -54,7 +56,7 @@ def test_greedy_tokens_are_those_of_transformers(name, overrides):
 
 
 PIPELINES = {
-    "gpt2": "parallel.pp=2 parallel.schedule=dualpipev parallel.allow_underfilled=true",
+    "gpt2": "parallel.pp=3 parallel.schedule=zb_h1",
     "qwen3_tied": "parallel.pp=2 parallel.tp=2 parallel.vocab_parallel_pp=true",
     "qwen3_moe": "parallel.pp=2 parallel.dp=2 parallel.ep=2 parallel.zero_stage=3",
 }
@@ -75,6 +77,19 @@ def test_pipelines_write_what_one_device_does(name):
     one = generator(directory, sampling=drawn).generate(prompts[:2], 4, lambda *_: False)
     many = Generator(many.loaded, drawn).generate(prompts[:2], 4, lambda *_: False)
     assert many == one
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_does(tmp_path, capsys):
+    saved_run(tmp_path / "run", "data.source=stdlib", "optimizer.lr=0.1", steps=6)
+    words = [str(tmp_path / "run"), "--prompt", "def ", "--max-tokens", "12"]
+    assert main(words) == 0
+    text = capsys.readouterr().out.strip()
+    command = [sys.executable, "-m", "jaxpipe.generate", *words, "runtime.cpu_devices=1"]
+    (first, shown), (other, nothing) = ends(start_all(2, [*command, "parallel.pp=2"]))
+    assert (first, other) == (0, 0), shown + nothing
+    assert text in shown
+    assert "def " not in nothing
 
 
 def test_the_nucleus_is_that_of_transformers():
