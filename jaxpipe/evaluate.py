@@ -22,7 +22,6 @@ from jaxpipe.data.optional import import_optional
 from jaxpipe.inference.settings import inference_config, start_devices
 from jaxpipe.schedule import ScheduleError
 
-_LONGEST = 2048  # tokens of a sequence for a model of any length, as in the harness
 _ROWS = 2**20  # more sequences than a batch has
 
 
@@ -55,33 +54,24 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: the model, its tokenizer, a task or a setting cannot be used.
     """
-    purpose = "`python -m jaxpipe.evaluate`"
-    harness = import_optional("lm_eval", purpose, "eval")
+    import_optional("lm_eval", "`python -m jaxpipe.evaluate`", "eval")
     start_devices(arguments.overrides)
     # jax must not be imported earlier: it reads the environment set above when it starts.
-    from jaxpipe.inference.harness import harness_model
     from jaxpipe.inference.loaded_model import LoadedModel
     from jaxpipe.inference.saved_model import SavedModel
+    from jaxpipe.inference.tasks import LONGEST, Tasks
     from jaxpipe.inference.text import tokenizer_of
 
     saved = SavedModel.open(arguments.model)
     tokenizer = tokenizer_of(saved, arguments.tokenizer)
-    longest = saved.longest or _LONGEST
+    longest = saved.longest or LONGEST
     config = inference_config(saved.model, arguments.overrides, rows=_ROWS, longest=longest)
-    tasks = import_optional("lm_eval.tasks", purpose, "eval")
-    folder = arguments.include_path and str(arguments.include_path)
-    manager = tasks.TaskManager(include_path=folder)
     names = [name for name in arguments.tasks.split(",") if name]
-    if unknown := [name for name in names if name not in manager.all_tasks]:
-        raise ConfigError(
-            f"lm-eval has no task {unknown[0]!r}: `lm-eval ls tasks` lists them, and "
-            f"--include-path adds yours."
-        )
-    return harness.simple_evaluate(
-        model=harness_model(LoadedModel.load(saved, config), tokenizer, longest),
-        tasks=names,
-        task_manager=manager,
-        limit=arguments.limit,
+    tasks = Tasks.find(names, str(arguments.include_path or ""), arguments.limit)
+    return tasks.evaluate(
+        LoadedModel.load(saved, config),
+        tokenizer,
+        longest,
         num_fewshot=arguments.num_fewshot,
         apply_chat_template=arguments.apply_chat_template,
     )

@@ -163,6 +163,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     import jax
 
     from jaxpipe.checkpoint import CheckpointStore, StateKeying
+    from jaxpipe.checkpoint.serving import ServingFiles
     from jaxpipe.data.warnings import data_warnings
     from jaxpipe.runtime import position
     from jaxpipe.runtime.compile_cache import use_compile_cache
@@ -248,7 +249,13 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             log = MetricsLog(directory, last_step=step, loggers=shown_on, guard=guard)
             stack.enter_context(log)
         exports = stack.enter_context(Exports(config, progress.say))
-        return TrainLoop(trainer, data, checkpoints, progress, log, exports).loop(state, seen)
+        tasks = None
+        if config.train.evaluate_every:
+            from jaxpipe.inference.tasks import RunTasks
+
+            tasks = RunTasks.open(trainer, ServingFiles.from_meta(checkpoints.carried))
+        training = TrainLoop(trainer, data, checkpoints, progress, log, exports, tasks)
+        return training.loop(state, seen)
 
 
 def _data(config: Config, directory: Path) -> "RunData":

@@ -208,6 +208,13 @@ class TrainConfig(Section, kw_only=True):
     loss_rows: tuple[str, ...] = ()
     eval_every: Count = 0  # steps between held-out losses; 0: never
     eval_steps: Positive = 8  # batches per held-out loss
+    # steps between evaluations of evaluate_tasks; 0: never. Needs lm-eval; costs a forward pass for
+    # every choice of every example, while training waits
+    evaluate_every: Count = 0
+    evaluate_tasks: tuple[str, ...] = ()  # names of lm-eval's tasks
+    evaluate_limit: Count = 0  # examples per task; 0: all
+    evaluate_include_path: LocalPath = ""  # folder of tasks of your own
+    evaluate_tokenizer: str = ""  # a tokenizer.json, or bytes; empty: that of the data
 
 
 class PreferenceConfig(Section, kw_only=True):

@@ -76,5 +76,4 @@ class Scorer:
 
     @cached_property
     def _scores(self) -> BatchScores:
-        loaded = self.loaded
-        return BatchScores(loaded.trainer, loaded.pipeline(loaded.trainer.model.token_scores))
+        return BatchScores(self.loaded.trainer)

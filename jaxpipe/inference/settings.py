@@ -12,7 +12,7 @@ from jaxpipe.runtime.devices import check_devices
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 
 _EXAMPLES = 4  # sequences of a microbatch and replica, unless `train.microbatch_size` is given
-_BUCKET = 128  # lengths are rounded up to a multiple of it [tokens], for fewer programs
+LENGTH_MULTIPLE = 128  # lengths are rounded up to a multiple of it [tokens], for fewer programs
 _TRAIN = {"steps": 1, "microbatch_size": 1, "variable_length": True}
 # Fields of [model] that choose an implementation; all others are those of the trained model.
 _MAY_BE_SET = ("attention", "capacity_factor")
@@ -91,7 +91,7 @@ def inference_config(
         "grad_accum_steps": 0 if first.train.batch_tokens else microbatches,
         "microbatch_size": examples * parallel.cp,
         "seq_len": max(-(-longest // multiple) * multiple, 2),
-        "length_bucket": _BUCKET * multiple,
+        "length_bucket": LENGTH_MULTIPLE * multiple,
         "pad_to_multiple_of": chunks,
     }
     config = build(tree, overrides)

@@ -18,6 +18,7 @@ from jaxpipe.inference.loaded_model import LoadedModel
 from jaxpipe.inference.sampling import Sampling
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.moe.balance import REAL
+from jaxpipe.runtime import position
 
 Tree = Any
 
@@ -49,6 +50,7 @@ class UncachedModel:
 
     def _logits(self, tokens_NL: np.ndarray) -> np.ndarray:
         """Logits `[N, V]` after the last token of every row."""
+        position.enter("score")
         trainer, (rows, length) = self.loaded.trainer, tokens_NL.shape
         shape = *trainer.config.batch_shape.values(), trainer.config.length_of(length)
         batch = {

@@ -9,7 +9,8 @@ from jaxpipe.schedule import find_family
 def check_fused(config: Config) -> None:
     """Raise `ConfigError` if several steps cannot be one program.
 
-    `train.fused_steps` must divide `train.eval_every` and `checkpoint.every`.
+    `train.fused_steps` must divide `train.eval_every`, `train.evaluate_every` and
+    `checkpoint.every`.
 
     `train.fused_steps` above 1 excludes `train.variable_length`, `train.offload_moments` and
     `train.corruption_check_every`; with a schedule whose ranks have stages of both directions
@@ -24,6 +25,7 @@ def check_fused(config: Config) -> None:
         return
     every = {
         "train.eval_every": config.train.eval_every,
+        "train.evaluate_every": config.train.evaluate_every,
         "checkpoint.every": config.checkpoint.every,
     }
     for name, interval in every.items():

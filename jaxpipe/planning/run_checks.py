@@ -157,4 +157,41 @@ def _check_log(config: Config) -> None:
         )
 
 
-RUN_CHECKS = (_check_optimizer, _check_start, _check_spikes, _check_corruption, _check_log)
+def _check_tasks(config: Config) -> None:
+    """Raise `ConfigError` if a run could not evaluate tasks.
+
+    `train.evaluate_every` needs `train.evaluate_tasks`, and these need it.
+
+    `train.evaluate_every` needs the package lm-eval.
+
+    `train.evaluate_every` excludes `model.mtp_depth`, whose layer is not evaluated.
+    """
+    train = config.train
+    if bool(train.evaluate_every) != bool(train.evaluate_tasks):
+        raise ConfigError(
+            f"train.evaluate_every={train.evaluate_every} with train.evaluate_tasks="
+            f"{list(train.evaluate_tasks)}: give both, or leave both out."
+        )
+    if not train.evaluate_every:
+        return
+    if find_spec("lm_eval") is None:
+        raise ConfigError(
+            f"train.evaluate_tasks={list(train.evaluate_tasks)} need the package lm-eval, which is "
+            f"not installed: pip install 'jaxpipe[eval]', or leave train.evaluate_every out."
+        )
+    if config.model.tokens_ahead:
+        raise ConfigError(
+            f"train.evaluate_every={train.evaluate_every} with model.mtp_depth="
+            f"{config.model.tokens_ahead}: tasks are evaluated without the layer of predictions; "
+            f"evaluate checkpoints by `python -m jaxpipe.evaluate`."
+        )
+
+
+RUN_CHECKS = (
+    _check_optimizer,
+    _check_start,
+    _check_spikes,
+    _check_corruption,
+    _check_log,
+    _check_tasks,
+)

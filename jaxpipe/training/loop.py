@@ -5,7 +5,7 @@ import itertools
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,7 +37,8 @@ from jaxpipe.training.unread import Dispatched, UnreadSteps
 class TrainLoop:
     """The training loop of a started run.
 
-    `log` is None except on the first process; `exports` is told of every save, unless it is None.
+    `log` is None except on the first process; `exports` is told of every save, unless it is None;
+    `tasks` returns further numbers of a state, every `train.evaluate_every` steps.
     """
 
     trainer: Trainer
@@ -46,6 +47,7 @@ class TrainLoop:
     progress: Progress
     log: MetricsLog | None
     exports: Exports | None = None
+    tasks: Callable[[State], dict[str, float]] | None = None
 
     @cached_property
     def steps(self) -> CompiledSteps:
@@ -128,7 +130,8 @@ class TrainLoop:
                 window.turn(step)
                 # Unlike the number of the step, the position also grows over a rollback.
                 number = processes.stops_after(seen.position, max(received, default=0))
-                if not (number or self._evaluates_at(step) or self._saves_at(step)):
+                evaluates = self._evaluates_at(step) or self._runs_tasks_at(step)
+                if not (number or evaluates or self._saves_at(step)):
                     continue
                 was_interrupted = True
                 if failed := self._log_all_but(0, unread, state):
@@ -145,6 +148,10 @@ class TrainLoop:
     def _evaluates_at(self, step: int) -> bool:
         train = self.trainer.config.train
         return bool(train.eval_every) and (step % train.eval_every == 0 or step == train.steps)
+
+    def _runs_tasks_at(self, step: int) -> bool:
+        train = self.trainer.config.train
+        return bool(self.tasks) and (step % train.evaluate_every == 0 or step == train.steps)
 
     def _saves_at(self, step: int) -> bool:
         steps = self.trainer.config.train.steps
@@ -170,6 +177,9 @@ class TrainLoop:
             if self._evaluates_at(dispatched.step) and not stops:
                 with _timed(values, "eval_seconds"):
                     values["eval_loss"] = self._heldout_loss(state)
+            if self._runs_tasks_at(dispatched.step) and not stops:
+                with _timed(values, "evaluate_seconds"):
+                    values |= self.tasks(state)
             if self.log:
                 self.log.write(dispatched.step, values)
             self.progress.update(dispatched.step, values, first=dispatched.first)

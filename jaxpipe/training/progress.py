@@ -120,6 +120,7 @@ _MEMORY = "peak_memory_bytes"
 _LOGGED_ONLY = {  # not shown, to keep the line short
     "loss_max", "z_loss", "target_tokens", "tokens_seen", "padded_tokens", "tflops_per_device",
     "data_seconds", "save_seconds", "eval_seconds", "lost_seconds",
+    "evaluate_seconds",
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ NAMES = (
     "skipped_steps", "spikes_in_row", "loss_scale", "tokens_seen", "padded_tokens",
     "packing_efficiency", "tokens_per_second", "tokens_per_second_per_device",
     "tflops_per_device", "mfu", "step_seconds", "data_seconds", "save_seconds", "eval_seconds",
+    "evaluate_seconds",
     "data_idle_seconds", "host_idle_seconds", "lost_seconds", "rank_lost_seconds",
     "peak_memory_bytes", "eval_loss", "smoothed_loss", "bubble", "bubble_predicted",
 )  # fmt: skip
