@@ -2,8 +2,8 @@
 
 MODEL is a run's directory, one of its checkpoints, or a model's directory from Hugging Face. Prints
 the harness's table. Settings choose a mesh, devices and a dtype: parallel.pp=2
-runtime.cpu_devices=2 train.compute_dtype=bfloat16; tasks that generate text need one device or
-parallel.tp.
+runtime.cpu_devices=2 train.compute_dtype=bfloat16; tasks that generate text are slow with
+parallel.pp or parallel.dp.
 
 Exit codes: 0 done; 2 bad input.
 """

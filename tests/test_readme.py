@@ -4,9 +4,11 @@ import argparse
 import importlib
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
+from commands import metrics, start
 from timelines import pages, redrawn
 
 from jaxpipe import config as configs
@@ -81,6 +83,25 @@ def test_settings_that_are_named_exist(page):
                 if section == "model":
                     records = [family.config for family in FAMILIES.values()]
                 assert any(hasattr(record, key) for record in records), f"{section}.{key}"
+
+
+@pytest.mark.slow
+def test_the_five_commands_lead_to_an_exported_model(tmp_path):
+    """The modules that the scripts start, with the words of the page."""
+    page = (HOME / "README.md").read_text()
+    section = page[page.index("## Five commands") : page.index("The first trains")]
+    for name in ("configs", "jaxpipe"):
+        (tmp_path / name).symlink_to(HOME / name)
+    lines = list(commands(section))
+    assert len(lines) == 5
+    for words in lines:
+        module, rest = module_and_words(words)
+        made = start([sys.executable, "-m", f"jaxpipe.{module}", *rest], cwd=tmp_path)
+        output, _ = made.communicate()
+        assert made.returncode == 0, (words, output)
+    logged = metrics(tmp_path / "runs" / "tuned")
+    assert logged[60]["eval_loss"] < logged[20]["eval_loss"]
+    assert (tmp_path / "runs" / "exported" / "model.safetensors").exists()
 
 
 class Understood(BaseException):

@@ -23,10 +23,10 @@ def train_command(directory, *overrides, devices):
     return [*command, f"runtime.cpu_devices={devices}", *overrides]
 
 
-def start(command, environment=()):
+def start(command, environment=(), **options):
     """Start a process; its output and errors are both read from `stdout`."""
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options,
         env={
             **os.environ,
             "PYTHONPATH": str(SMALL.parents[2]),
