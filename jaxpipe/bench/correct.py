@@ -98,14 +98,14 @@ def _gradients(config: Config, fp8: str | None) -> Tree:
     trainer = Trainer.resolve(one, jax.devices()[:1])
     params, batch = trainer.init_parameters(), trainer.put(random_batch(trainer.config))
     if plain:
-        layers = [jax.tree.map(lambda leaf: leaf[0], slot) for slot in params["layers"]]
+        layers = trainer.layout.unstack(params["layers"])
         step = jax.jit(partial(losses_and_gradients_ref, trainer.pipeline.functions))
         with jax.default_matmul_precision("highest"):
             _, gradients = step(params["embed_head"], layers, batch)
         return jax.device_get(gradients)
     variables = jax.tree.map(jax.numpy.asarray, trainer.model.functions.variables)
     _, gradients, *_ = jax.jit(trainer.pipeline.step)(params, batch, variables)
-    layers = [jax.tree.map(lambda leaf: leaf[0], slot) for slot in gradients["layers"]]
+    layers = trainer.layout.unstack(gradients["layers"])
     return jax.device_get({"embed_head": gradients["embed_head"], "layers": layers})
 
 

@@ -98,8 +98,7 @@ def compile_accumulated_step(trainer: Trainer) -> Any:
 
         def share(params: Tree, microbatch: Tree) -> jax.Array:
             x = functions.embed(params["embed_head"], microbatch)
-            for slot in params["layers"]:
-                layer = jax.tree.map(lambda leaf: leaf[0], slot)
+            for layer in trainer.layout.unstack(params["layers"]):
                 x = trainer.model.layer(layer, x, Context(microbatch)).y
             return functions.head(params["embed_head"], x, microbatch).sum() / count
 

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax import lax
@@ -23,9 +24,10 @@ from jaxpipe.parallel import ParamSharding, Sharding, StageLayout, is_stage_stac
 from jaxpipe.pipeline.buffers import to_device
 
 Tree = Any
+Index = tuple[int, ...]  # of a layer in the arrays of its run (`place_of`); (): of no layer
 LeafFunction = Callable[
-    [Any, ParamSharding, int | None], Any
-]  # maps (leaf, its ParamSharding, pp_rank of its layer or None) to the keyed leaf
+    [Any, ParamSharding, Index], Any
+]  # maps (leaf, the layer's ParamSharding, its index in the leaf) to the keyed leaf
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ class StateKeying:
         """Shapes and dtypes of `to_keyed(state)`; `state` may hold arrays or shapes."""
         return self._map(
             state,
-            lambda leaf, stored, rank: jax.ShapeDtypeStruct(
-                stored.unpadded_shape(_row_shape(leaf.shape, rank)), leaf.dtype
+            lambda leaf, stored, index: jax.ShapeDtypeStruct(
+                stored.unpadded_shape(leaf.shape[len(index) :]), leaf.dtype
             ),
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
         )
@@ -77,8 +79,8 @@ class StateKeying:
         """
         return self._map(
             state,
-            lambda leaf, stored, rank: _restore_args(
-                _row_shape(leaf.shape, rank), leaf.dtype, self._rank_sharding(stored, rank)
+            lambda leaf, stored, index: _restore_args(
+                leaf.shape[len(index) :], leaf.dtype, self._rank_sharding(stored, index)
             ),
             lambda leaf: _restore_args(
                 leaf.shape, leaf.dtype, NamedSharding(self.mesh, PartitionSpec())
@@ -110,79 +112,72 @@ class StateKeying:
     def _key_tree(self, tree: Tree, part: LeafFunction) -> Tree:
         stored = self.sharding.param_shardings(tree)
 
-        def layer(index: int) -> Tree:
-            rank, slot = self.layout.slot_of(index)
-            return jax.tree.map(
-                lambda leaf, how: part(leaf, how.without_stage_axis, rank),
-                tree["layers"][slot],
-                stored["layers"][slot],
-            )
+        def layer(number: int) -> Tree:
+            run, index = self.layout.place_of(number)
+
+            def keyed(leaf: Any, how: ParamSharding) -> Any:
+                how = how.without_stage_axis
+                return part(leaf, how.without_layer_axis if index[1:] else how, index)
+
+            return jax.tree.map(keyed, tree["layers"][run], stored["layers"][run])
 
         return {
             "embed_head": jax.tree.map(
-                lambda leaf, how: part(leaf, how, None), tree["embed_head"], stored["embed_head"]
+                lambda leaf, how: part(leaf, how, ()), tree["embed_head"], stored["embed_head"]
             ),
-            "layers": {str(i): layer(i) for i in self._indices},
+            "layers": {str(i): layer(i) for i in range(self.layout.layers)},
         }
 
     def _stack_tree(self, keyed: Tree, like: Tree) -> Tree:
         specs = self.sharding.partition_specs(like)
-        layers = [keyed["layers"][str(i)] for i in self._indices]
-        slots = []
-        for slot, (leaves, slot_specs) in enumerate(zip(like["layers"], specs["layers"])):
-            rows = {
-                rank: layers[row[slot]]
-                for rank, row in enumerate(self.layout.layer_table)
-                if row[slot] is not None
-            }
-            slots.append(
+        runs = []
+        for number, (leaves, run_specs) in enumerate(zip(like["layers"], specs["layers"])):
+            layers = self.layout.layers_of(number)
+            runs.append(
                 jax.tree.map(
-                    lambda leaf, spec, *parts, ranks=tuple(rows): self._stack_rows(
-                        leaf, spec, dict(zip(ranks, parts))
+                    lambda leaf, spec, *parts, indices=tuple(layers): self._stack_rows(
+                        leaf, spec, dict(zip(indices, parts))
                     ),
                     leaves,
-                    slot_specs,
-                    *rows.values(),
+                    run_specs,
+                    *(keyed["layers"][str(layer)] for layer in layers.values()),
                 )
             )
-        return {"embed_head": keyed["embed_head"], "layers": tuple(slots)}
+        return {"embed_head": keyed["embed_head"], "layers": tuple(runs)}
 
     @property
     def mesh(self) -> Mesh:
         """The mesh on which the stage-stacked state is stored."""
         return self.sharding.mesh
 
-    @property
-    def _indices(self) -> range:
-        return range(self.layout.layers)
-
-    def _rank_sharding(self, stored: ParamSharding, rank: int | None) -> NamedSharding:
-        """The sharding of a leaf over the devices of a pipeline rank, or over all (None)."""
-        devices = self.mesh.devices if rank is None else self.mesh.devices[rank : rank + 1]
+    def _rank_sharding(self, stored: ParamSharding, index: Index) -> NamedSharding:
+        """The sharding of a layer's leaf over the devices of its pipeline rank; (): over all."""
+        devices = self.mesh.devices[index[0] :][:1] if index else self.mesh.devices
         return NamedSharding(Mesh(devices, self.mesh.axis_names), stored.partition_spec)
 
-    def _take_row(self, leaf: jax.Array, stored: ParamSharding, rank: int | None) -> jax.Array:
-        """Row `rank` of a layer's leaf, as an array on that rank's devices; None: the leaf."""
-        if rank is None:
+    def _take_row(self, leaf: jax.Array, stored: ParamSharding, index: Index) -> jax.Array:
+        """A layer's part of a leaf, as an array on its pipeline rank's devices; (): the leaf."""
+        if not index:
             return leaf
-        sharding = self._rank_sharding(stored, rank)
+        sharding = self._rank_sharding(stored, index)
         devices = sharding.device_set
         rows = [
-            to_device(shard.data)[0]  # moments may be in host memory (`train.offload_moments`)
+            # moments may be in host memory (`train.offload_moments`)
+            to_device(shard.data)[(0, *index[1:])]
             for shard in leaf.addressable_shards
             if shard.device in devices
         ]
         return jax.make_array_from_single_device_arrays(
-            leaf.shape[1:], sharding, rows, dtype=leaf.dtype
+            leaf.shape[len(index) :], sharding, rows, dtype=leaf.dtype
         )
 
-    def _remove_padding(self, leaf: jax.Array, stored: ParamSharding, rank: int | None) -> Any:
-        """A leaf, or a layer's row of it, in the form to write: without padding.
+    def _remove_padding(self, leaf: jax.Array, stored: ParamSharding, index: Index) -> Any:
+        """A leaf, or a layer's part of it, in the form to write: without padding.
 
         Orbax needs chunks of equal size. The shards of an uneven vocabulary may have no common
         chunk longer than one row, so the array is first resharded over its other dim.
         """
-        leaf = self._take_row(leaf, stored, rank)
+        leaf = self._take_row(leaf, stored, index)
         if not any(stored.padding):
             return leaf
         shape = stored.unpadded_shape(leaf.shape)
@@ -203,21 +198,29 @@ class StateKeying:
             entries.append(tuple(chosen_axes) or None)
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
-    def _stack_rows(self, like: Any, spec: PartitionSpec, parts: dict[int, jax.Array]) -> jax.Array:
-        """Stack rows into a stage-stacked leaf and delete them; ranks without a row hold zeros."""
+    def _stack_rows(
+        self, like: Any, spec: PartitionSpec, parts: dict[Index, jax.Array]
+    ) -> jax.Array:
+        """Stack layers into a leaf of a run and delete them; places without a layer hold zeros."""
         sharding = NamedSharding(self.mesh, spec)
-        rows = {
-            shard.device: shard.data[None]
-            for part in parts.values()
-            for shard in part.addressable_shards
-        }
+        rows: dict[Any, dict[Index, jax.Array]] = {}
+        for index, part in parts.items():
+            for shard in part.addressable_shards:
+                rows.setdefault(shard.device, {})[index[1:]] = shard.data
+        stacked = any(index[1:] for index in parts)
+        blank = np.zeros(sharding.shard_shape(like.shape)[1 + stacked :], like.dtype)
+        places = [(row,) for row in range(like.shape[1])] if stacked else [()]
+
+        def shard(device: jax.Device) -> jax.Array:
+            own = rows.get(device, {})
+            of_places = [
+                own[place] if place in own else jax.device_put(blank, device) for place in places
+            ]
+            return (jnp.stack(of_places) if stacked else of_places[0])[None]
+
+        shards = [shard(device) for device in sharding.addressable_devices]
         for part in parts.values():
             part.delete()
-        blank = np.zeros(sharding.shard_shape(like.shape), like.dtype)
-        shards = [
-            rows[device] if device in rows else jax.device_put(blank, device)
-            for device in sharding.addressable_devices
-        ]
         return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
 
 
@@ -227,11 +230,6 @@ def _compile_reshard(
 ) -> Callable[[jax.Array], jax.Array]:
     """A compiled function that slices an array to `shape` from the start and reshards it."""
     return jax.jit(lambda leaf: lax.slice(leaf, (0,) * len(shape), shape), out_shardings=sharding)
-
-
-def _row_shape(shape: tuple[int, ...], rank: int | None) -> tuple[int, ...]:
-    """The shape without the leading stage axis if the leaf belongs to a layer."""
-    return shape if rank is None else shape[1:]
 
 
 def _restore_args(

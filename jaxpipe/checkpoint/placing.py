@@ -1,4 +1,4 @@
-"""Parameters by layer and name put on a mesh, a layer slot at a time."""
+"""Parameters by layer and name put on a mesh, a run of layers at a time."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ Read = Callable[[Sequence[ParamPath]], list[np.ndarray]]
 def place_parameters(
     read: Read, shapes: Tree, layout: StageLayout, sharding: Sharding, place: Any
 ) -> Tree:
-    """Read parameters slot by slot, and shard each as soon as it is read.
+    """Read parameters run by run, and shard each as soon as it is read.
 
     Args:
       read: reads the arrays at paths, in their order.
@@ -34,14 +34,14 @@ def place_parameters(
         _Target, shapes, sharding.param_shardings(shapes), sharding.named_shardings(shapes)
     )
 
-    def slot(number: int, tree: Tree) -> Tree:
-        layers = enumerate(row[number] for row in layout.layer_table)
-        origins = {(rank,): ("layers", str(i)) for rank, i in layers if i is not None}
+    def run(number: int, tree: Tree) -> Tree:
+        layers = layout.layers_of(number).items()
+        origins = {index: ("layers", str(layer)) for index, layer in layers}
         return _read_tree(read, tree, origins, place)
 
     return {
         "embed_head": _read_tree(read, targets["embed_head"], {(): ("embed_head",)}, place),
-        "layers": tuple(slot(number, tree) for number, tree in enumerate(targets["layers"])),
+        "layers": tuple(run(number, tree) for number, tree in enumerate(targets["layers"])),
     }
 
 

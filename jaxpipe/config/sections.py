@@ -93,6 +93,9 @@ class ParallelConfig(Section, kw_only=True):
     # limit on live microbatches per pipeline rank; 0: the schedule's; for 1f1b 2 pp - 1 hides the
     # idle time of lockstep execution, but takes memory
     in_flight: Count = 0
+    # layers of one kind in a row on a pipeline rank that the program spells out; if there are more,
+    # it repeats one in a loop and compiles as fast for any number; 0: 4 on CPU, all on GPU
+    unroll_layers: Count = 0
 
     @property
     def mesh(self) -> str:

@@ -233,7 +233,10 @@ class CachedModel:
         for index, (kind, state) in enumerate(zip(trainer.layout.kinds, cache)):
             before = jax.tree.map(lambda leaf: leaf[0], state)
             context = Context(rows, jnp.int32(index), before, variables, own.embed_head_of_layers)
-            _, slot = trainer.layout.slot_of(index)
-            x_BLD, state, _ = kinds[kind].layer(own.layers[slot], x_BLD, context)
+            run, (_, *row) = trainer.layout.place_of(index)
+            layer = own.layers[run]
+            if row:
+                layer = jax.tree.map(lambda leaf, row=row[0]: leaf[row], layer)
+            x_BLD, state, _ = kinds[kind].layer(layer, x_BLD, context)
             after.append(jax.tree.map(lambda leaf: leaf[None], state))
         return self.model.logits(own.embed_head, x_BLD[:, -1:])[:, 0], after

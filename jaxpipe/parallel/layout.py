@@ -1,12 +1,13 @@
 """The layer slots of every pipeline rank, and conversion between stacked and per-layer parameters.
 
-Stage-stacked params are `{"embed_head": tree, "layers": (slot_0, slot_1, ...)}`. A layer slot holds
-one layer of every pipeline rank, all of one kind: each leaf has a leading dim of length P that is
-sharded over pp, with zeros where a rank has no layer (the executor skips these). The slots of a
-rank's first chunk come first. The slots of a chunk are the shortest sequence of kinds that contains
-the kinds of each of its stages in order; with a single kind there are as many slots as its longest
-stage has layers. The parameters in `embed_head` (embedding, final norm, head) are sharded over pp
-too, so that their optimizer state is stored once.
+Stage-stacked params are `{"embed_head": tree, "layers": (run_0, run_1, ...)}`. A run is one layer
+slot, or several in a row that a loop executes. A layer slot holds one layer of every pipeline rank,
+all of one kind: each leaf has a leading dim of length P that is sharded over pp, with zeros where a
+rank has no layer (the executor skips these). In a run of n > 1 slots a dim of length n follows. The
+slots of a rank's first chunk come first. The slots of a chunk are the shortest sequence of kinds
+that contains the kinds of each of its stages in order; with a single kind there are as many slots
+as its longest stage has layers. The parameters in `embed_head` (embedding, final norm, head) are
+sharded over pp too, so that their optimizer state is stored once.
 """
 
 import operator
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -33,11 +35,14 @@ class StageLayout:
       placement: pipeline rank and chunk of each stage; None: stage r on pipeline rank r. With a
         bidirectional placement only each rank's own stages are stored.
       kinds: the kind of every layer; None: all layers are of one kind.
+      unroll: layer slots of one kind in a row are a run if there are more than this many; None:
+        every layer slot is a run of its own.
     """
 
     layers_per_stage: tuple[int, ...]
     placement: Placement | None = None
     kinds: tuple[str, ...] | None = None
+    unroll: int | None = None
 
     @property
     def pp(self) -> int:
@@ -74,6 +79,30 @@ class StageLayout:
     def slot_kinds(self) -> tuple[str, ...]:
         """The kind of every layer slot of a pipeline rank."""
         return tuple(kind for kinds in self.chunk_kinds for kind in kinds)
+
+    @cached_property
+    def chunk_runs(self) -> tuple[tuple[range, ...], ...]:
+        """The layer slots of every run, by chunk.
+
+        >>> StageLayout((4, 3), kinds=tuple("abbb" "bbb"), unroll=2).chunk_runs
+        ((range(0, 1), range(1, 4)),)
+        """
+        first, chunks = 0, []
+        for kinds in self.chunk_kinds:
+            runs: list[range] = []
+            for _, group in groupby(kinds):
+                end = first + len(tuple(group))
+                loops = self.unroll is not None and end - first > max(self.unroll, 1)
+                step = end - first if loops else 1
+                runs += [range(slot, slot + step) for slot in range(first, end, step)]
+                first = end
+            chunks.append(tuple(runs))
+        return tuple(chunks)
+
+    @property
+    def runs(self) -> tuple[range, ...]:
+        """The layer slots of every run of a pipeline rank."""
+        return tuple(run for runs in self.chunk_runs for run in runs)
 
     @cached_property
     def layer_table(self) -> tuple[tuple[int | None, ...], ...]:
@@ -136,14 +165,35 @@ class StageLayout:
         """
         return next((r, row.index(layer)) for r, row in enumerate(self.layer_table) if layer in row)
 
+    def place_of(self, layer: int) -> tuple[int, tuple[int, ...]]:
+        """The run of a layer and its index in the arrays of this run.
+
+        >>> StageLayout((1, 2)).place_of(2), StageLayout((1, 2), unroll=1).place_of(2)
+        ((1, (1,)), (0, (1, 1)))
+        """
+        rank, slot = self.slot_of(layer)
+        number = next(number for number, run in enumerate(self.runs) if slot in run)
+        run = self.runs[number]
+        return number, (rank, slot - run.start) if len(run) > 1 else (rank,)
+
+    def layers_of(self, run: int) -> dict[tuple[int, ...], int]:
+        """The layers of a run by their index in its arrays.
+
+        >>> StageLayout((1, 2), unroll=1).layers_of(0)
+        {(0, 0): 0, (1, 0): 1, (1, 1): 2}
+        """
+        places = map(self.place_of, range(self.layers))
+        return {index: layer for layer, (number, index) in enumerate(places) if number == run}
+
     def stack(self, layers: Sequence[Tree]) -> tuple[Tree, ...]:
-        """Stack per-layer trees into layer slots.
+        """Stack per-layer trees into runs.
 
         Args:
           layers: the trees of all layers in order; those of one kind have the same shapes.
 
         Returns:
-          A tree per layer slot, with leaves `[P, ...]` that are zero where a rank's slot is empty.
+          A tree per run, with leaves `[P, ...]`, or `[P, n, ...]` for a run of n > 1 layer slots,
+          that are zero where a rank's slot is empty.
 
         >>> slots = StageLayout((1, 2)).stack([{"w": jnp.full(3, i)} for i in range(3)])
         >>> [slot["w"].tolist() for slot in slots]
@@ -154,17 +204,22 @@ class StageLayout:
             zeros = jax.tree.map(jnp.zeros_like, layers[max(i for i in ranks if i is not None)])
             of_ranks = [zeros if i is None else layers[i] for i in ranks]
             slots.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_ranks))
-        return tuple(slots)
+        return tuple(
+            slots[run.start]
+            if len(run) == 1
+            else jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *slots[run.start : run.stop])
+            for run in self.runs
+        )
 
-    def unstack(self, slots: Sequence[Tree]) -> list[Tree]:
+    def unstack(self, runs: Sequence[Tree]) -> list[Tree]:
         """The layers' trees in order: the inverse of `stack`.
 
         >>> layout = StageLayout((1, 2))
         >>> [layer.tolist() for layer in layout.unstack(layout.stack([jnp.ones(2)] * 3))]
         [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
         """
-        places = map(self.slot_of, range(self.layers))
-        return [jax.tree.map(lambda leaf: leaf[rank], slots[slot]) for rank, slot in places]  # noqa: B023
+        places = map(self.place_of, range(self.layers))
+        return [jax.tree.map(lambda leaf: leaf[index], runs[run]) for run, index in places]  # noqa: B023
 
     @property
     def _placement(self) -> Placement:
@@ -191,5 +246,5 @@ def _common(left: Sequence[str], right: Sequence[str]) -> tuple[str, ...]:
 
 
 def is_stage_stacked(node: Any) -> bool:
-    """Whether a tree is stage-stacked: `{"embed_head": tree, "layers": slots}`."""
+    """Whether a tree is stage-stacked: `{"embed_head": tree, "layers": runs}`."""
     return isinstance(node, dict) and node.keys() == {"embed_head", "layers"}

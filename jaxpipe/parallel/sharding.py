@@ -67,6 +67,18 @@ class ParamSharding:
         return replace(self, dim_axes=self.dim_axes[1:], padding=self.padding[1:])
 
     @property
+    def without_layer_axis(self) -> "ParamSharding":
+        """The sharding of one layer's parameter, from that of a run's without the stage axis."""
+        return self.without_stage_axis
+
+    @property
+    def with_layer_axis(self) -> "ParamSharding":
+        """The sharding of a layer's parameter `[P, ...]` stacked over a run: `[P, n, ...]`."""
+        first, *rest = self.dim_axes
+        padding = (self.padding[0], 0, *self.padding[1:]) if self.padding else ()
+        return replace(self, dim_axes=(first, (), *rest), padding=padding)
+
+    @property
     def as_consumed(self) -> "ParamSharding":
         """The sharding of the parameter gathered for compute: over `param.sharded_axes` alone."""
         own = self.param.sharded_axes
@@ -193,10 +205,11 @@ class Sharding:
       mesh: a mesh of `make_mesh`.
       embed_head: tree of `ParamSpec`s of the parameters in `embed_head`; None: none is consumed
         sharded, and any pipeline rank may use all of them.
-      layer: function from the index of a layer slot to the `ParamSpec`s of its layer; None: no
+      layer: function from the index of a run of layers to the `ParamSpec`s of a layer; None: no
         layer's parameter is consumed sharded.
       zero_stage: from 1 on all that outlives a step (the optimizer's master parameters and its
         moments) is sharded over replicas.
+      layers: number of layers of every run; (): one each.
 
     Methods take stage-stacked trees, of whose leaves they need shape and dtype.
 
@@ -211,6 +224,7 @@ class Sharding:
     embed_head: Tree = None
     layer: Callable[[int], Tree] | None = None
     zero_stage: int = 0
+    layers: tuple[int, ...] = ()
 
     def pad(self, tree: Tree) -> Tree:
         """Append the padding to every leaf of a stage-stacked tree."""
@@ -233,15 +247,18 @@ class Sharding:
         """`NamedSharding` of every leaf of a stage-stacked tree."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.partition_specs(tree))
 
-    def _leaf(self, path: Sequence[Any], array: Any) -> ParamSpec:
-        """The declaration of the parameter at a path of keys in a stage-stacked tree."""
+    def _leaf(self, path: Sequence[Any], dims: int) -> ParamSpec:
+        """The declaration of the parameter at a path of keys in a stage-stacked tree.
+
+        `dims` are those of the parameter, with the stage axis of a layer's.
+        """
         if path[0].key == "layers":
             node, keys = self.layer and self.layer(path[1].idx), path[2:]
         else:
             node, keys = self.embed_head, path[1:]
         if node is None:
             of_layer = path[0].key == "layers"
-            return _undeclared(array.ndim - of_layer, of_layer=of_layer)
+            return _undeclared(dims - of_layer, of_layer=of_layer)
         for key in keys:
             if isinstance(node, ParamSpec):  # an optimizer may keep several arrays of a parameter
                 break
@@ -249,14 +266,21 @@ class Sharding:
         return node
 
     def _stored(self, path: Sequence[Any], array: Any) -> ParamSharding:
-        of_layer, leaf = path[0].key == "layers", self._leaf(path, array)
+        of_layer, given = path[0].key == "layers", tuple(array.shape)
+        if of_layer and self.layers and self.layers[path[1].idx] > 1:
+            return self._of(path, (given[0], *given[2:]), of_layer=True).with_layer_axis
+        return self._of(path, given, of_layer=of_layer)
+
+    def _of(self, path: Sequence[Any], given: tuple[int, ...], *, of_layer: bool) -> ParamSharding:
+        """The sharding of an array of this shape; a layer's is without the axis of its run."""
+        leaf = self._leaf(path, len(given))
         if leaf.shape is None:
-            return self._planned(array.shape, leaf, of_layer=of_layer)
-        shape = (*array.shape[:1], *leaf.shape) if of_layer else leaf.shape
+            return self._planned(given, leaf, of_layer=of_layer)
+        shape = (*given[:1], *leaf.shape) if of_layer else leaf.shape
         how = self._planned(shape, leaf, of_layer=of_layer)
-        if array.shape in (shape, tuple(map(operator.add, shape, how.padding))):
+        if given in (shape, tuple(map(operator.add, shape, how.padding))):
             return how
-        return self._planned(array.shape, _PLAIN, of_layer=of_layer)
+        return self._planned(given, _PLAIN, of_layer=of_layer)
 
     def _planned(self, shape: Sequence[int], leaf: ParamSpec, *, of_layer: bool) -> ParamSharding:
         how = plan_sharding(

@@ -18,9 +18,9 @@ class Carry(NamedTuple):
       y, dx: the last outputs of F and of B or BW on this pipeline rank.
       arriving: with two-tick transfers, the messages received in the last tick.
       inbox: ring buffer of received messages.
-      rings: ring buffers of every ring slot, shared by all chunks.
+      rings: ring buffers of every ring group, shared by all chunks.
       head_ring, embed_ring: ring buffers of the inputs of deferred head and embedding gradients.
-      layer_gradients: gradient sums, by chunk and layer slot.
+      layer_gradients: gradient sums, by chunk and run of layers.
       embed_head_gradients: gradient sums of embedding and head.
       read_gradients: those of layers that read embedding and head, where the vocabulary is sharded
         over pp; None: no layer reads them, or layers add to `embed_head_gradients`.

@@ -31,6 +31,10 @@ class Execution:
       grad_reduce_dtype: dtype of gradient reductions over replicas; None: that of accumulation.
       offload_layers: number of layers at the start of every stage whose residuals are stored in
         host memory (Wan et al. 2025, arXiv 2503.01328); copies overlap with other layers' compute.
+      unroll_layers: consecutive layers of one kind on a pipeline rank are one loop if there are
+        more than this many (`StageLayout.unroll`); None: no loop. A loop is for neither
+        `offload_layers`, whose copies overlap with the next layer, nor schedules that pair actions
+        (DualPipe) layer by layer.
       overlap_sums: run the last tick with a gradient after the scan, so that the all-reduce of a
         layer's gradient overlaps with the backward of the layers before it (`ticks.py`).
       poison_bubbles: fill idle messages and free slots with NaN, to show that no result depends on
@@ -51,6 +55,7 @@ class Execution:
     reshard_after_forward: bool = False
     grad_reduce_dtype: Any = None
     offload_layers: int = 0
+    unroll_layers: int | None = None
     overlap_sums: bool = False
     poison_bubbles: bool = False
     printer: MessagePrinter | None = None

@@ -32,7 +32,8 @@ class Pipeline:
       functions: the model: embedding, layers and head.
       schedule: the ordered actions of every pipeline rank.
       mesh: a mesh of `make_mesh`; its pp must be the schedule's.
-      layers_per_stage: number of layers of every stage; None: every layer slot holds a layer.
+      layers_per_stage: number of layers of every stage; None: every layer slot holds a layer, and
+        no loop runs over layers.
       execution: execution options.
 
     >>> import jax.numpy as jnp
@@ -67,13 +68,18 @@ class Pipeline:
         functions = self.functions
         kinds = functions.kinds_by_name
 
-        def of_slot(slot: int) -> Tree:
+        def of_run(run: int) -> Tree:
             name = next(iter(kinds))
             if len(kinds) > 1:
-                name = self.layout(0).slot_kinds[slot]
+                layout = self.layout(0)
+                name = layout.slot_kinds[layout.runs[run].start]
             return kinds[name].param_specs
 
-        return Sharding(self.mesh, functions.embed_head_specs, of_slot, self.execution.zero_stage)
+        loops = self.execution.unroll_layers is not None
+        return Sharding(
+            self.mesh, functions.embed_head_specs, of_run, self.execution.zero_stage,
+            layers=tuple(map(len, self.layout(0).runs)) if loops else (),
+        )  # fmt: skip
 
     def layout(self, slots: int) -> StageLayout:
         """Return the layout of layers over stages.
@@ -86,7 +92,8 @@ class Pipeline:
         if counts is None:
             of_stage = len(order) // placement.stages if order else slots // placement.stored_chunks
             counts = (of_stage,) * placement.stages
-        return StageLayout(tuple(counts), placement, self.functions.layer_kinds(sum(counts)))
+        kinds = self.functions.layer_kinds(sum(counts))
+        return StageLayout(tuple(counts), placement, kinds, self.execution.unroll_layers)
 
     @cached_property
     def tables(self) -> Tables:
@@ -232,12 +239,19 @@ class Pipeline:
         stages, chunks = schedule.stages, schedule.placement.stored_chunks
         fits = slots % chunks == 0 if counts is None else len(counts) == stages
         if fits:
-            needed = len(self.layout(slots).slot_kinds)
+            needed = len(self.layout(slots).runs)
         if not fits or needed != slots:
             raise ValueError(
                 f"layers_per_stage={counts and list(counts)} with {slots} layer slots a rank: "
                 f"{schedule.name} has {stages} stages, {chunks} a rank, so it needs {stages} "
                 f"counts, and for every chunk as many slots as its longest stage has layers."
+            )
+        how = self.execution
+        if how.unroll_layers is not None and (how.offload_layers or self.tables.pairs):
+            raise ValueError(
+                f"unroll_layers={how.unroll_layers} with offload_layers={how.offload_layers} and "
+                f"{len(self.tables.pairs)} pairs of actions: a loop over layers is for neither; "
+                f"leave unroll_layers None."
             )
         self._check_batch(batch, dp)
 

@@ -65,12 +65,12 @@ class TracedKind:
             )
         return cls(kind, output, state, split)
 
-    def with_rings(self, tables: Tables, *, on_host: bool = False) -> "TracedKind":
-        """Return the kind with a ring buffer plan for the slots of `tables`."""
-        pairs = bool(tables.pairs)
+    def with_rings(self, tables: Tables, layers: int = 1, *, on_host: bool = False) -> "TracedKind":
+        """Return the kind with a plan of the ring buffers of `layers` layers for these tables."""
         rings = RingBufferPlan.of(
-            self.split, self.state, tables.rank_slots, pairs=pairs, on_host=on_host
-        )
+            self.split, self.state, tables.rank_slots,
+            pairs=bool(tables.pairs), layers=layers, on_host=on_host,
+        )  # fmt: skip
         return replace(self, rings=rings)
 
     def forward(

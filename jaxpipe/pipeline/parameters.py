@@ -13,9 +13,11 @@ from jax import lax
 
 from jaxpipe.parallel import DP, PP, REPLICA_AXES, TP, ParamSharding, StageLayout
 from jaxpipe.parallel.flags import is_trained, select
-from jaxpipe.pipeline.chunk import Chunk, LayerSlot
+from jaxpipe.pipeline.chunk import Chunk
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.kind import TracedKind
+from jaxpipe.pipeline.runs import LayerRuns, Run
+from jaxpipe.pipeline.slot import LayerRun
 
 Tree = Any
 
@@ -31,8 +33,8 @@ class DeviceParameters:
       embed_head: parameters of embedding and head in the compute dtype, gathered for compute.
       embed_head_of_layers: the same as layers read them, gathered over pp too where embedding and
         head consume them sharded over it; None: no layer reads them.
-      layers: by layer slot, parameters in the compute dtype, gathered for compute, or still shards
-        with `reshard_after_forward`, where every action gathers its layers.
+      layers: by run, parameters in the compute dtype, gathered for compute, or still shards with
+        `reshard_after_forward`, where every action gathers its layers.
     """
 
     execution: Execution
@@ -67,18 +69,19 @@ class DeviceParameters:
             read = jax.tree.map(over_pp, stored["embed_head"], ends)
         return cls(execution, stored, masters, ends, read, layers)
 
-    def layer_shapes(self, slot: int) -> Tree:
-        """Return the shapes of a layer slot's parameters, gathered for compute."""
-        if not self.execution.reshard_after_forward:
-            return jax.eval_shape(lambda layer: layer, self.layers[slot])
-        return jax.eval_shape(
-            lambda layer: _whole(self.shardings["layers"][slot], layer), self.layers[slot]
-        )
+    def layer_shapes(self, run: int, layers: int) -> Tree:
+        """Return the shapes of one layer of a run of `layers`, gathered for compute."""
+        shapes = jax.eval_shape(lambda tree: tree, self.layers[run])
+        if self.execution.reshard_after_forward:
+            shapes = jax.eval_shape(partial(_whole, self.shardings["layers"][run]), shapes)
+        if layers == 1:
+            return shapes
+        return jax.tree.map(lambda like: jax.ShapeDtypeStruct(like.shape[1:], like.dtype), shapes)
 
     def chunks(
-        self, layout: StageLayout, kinds: Sequence[TracedKind], *, mirrored: bool
+        self, layout: StageLayout, runs: LayerRuns, kinds: Sequence[TracedKind], *, mirrored: bool
     ) -> tuple[Chunk, ...]:
-        """Return the chunks of this pipeline rank; `kinds` are the kinds of the ring slots.
+        """Return the chunks of this pipeline rank; `kinds` are the kinds of the ring groups.
 
         With `mirrored` (DualPipe), rank r also computes the stages of rank P-1-r, which sends it a
         copy of its parameters once per step.
@@ -86,37 +89,42 @@ class DeviceParameters:
         table = np.array(
             [[-1 if i is None else i for i in row] for row in layout.layer_table], np.int32
         )
-        chunks = self._chunks(self.layers, table, layout, kinds)
+        chunks = self._chunks(self.layers, table, runs, kinds)
         if mirrored:
-            chunks += self._chunks(_mirror(self.layers), table[::-1], layout, kinds)
+            chunks += self._chunks(_mirror(self.layers), table[::-1], runs, kinds)
         return chunks
 
     def _chunks(
         self,
         layers: tuple[Tree, ...],
         table: np.ndarray,
-        layout: StageLayout,
+        runs: LayerRuns,
         kinds: Sequence[TracedKind],
     ) -> tuple[Chunk, ...]:
         """Return the chunks of some layers; `table[r, slot]` is the layer index, -1 if empty."""
         here, reshard = jnp.asarray(table)[lax.axis_index(PP)], self.execution.reshard_after_forward
 
-        def layer_slot(slot: int, ring: int) -> LayerSlot:
-            return LayerSlot(
-                kind=kinds[ring],
-                params=layers[slot],
-                index=here[slot],
-                active=None if (table[:, slot] >= 0).all() else here[slot] >= 0,
-                ring=ring,
-                reduce=partial(self._of_layer, self.shardings["layers"][slot]),
-                shardings=self.shardings["layers"][slot] if reshard else None,
+        def layer_run(number: int, run: Run) -> LayerRun:
+            own, stored = slice(run.slots.start, run.slots.stop), self.shardings["layers"][number]
+            alone = stored
+            if len(run.slots) > 1:
+                alone = jax.tree.map(lambda how: how.without_layer_axis, stored)
+            return LayerRun(
+                kind=kinds[run.group],
+                params=layers[number],
+                index=here[own],
+                active=None if (table[:, own] >= 0).all() else here[own] >= 0,
+                ring=run.group,
+                first=run.first,
+                reduce=partial(self._of_run, stored),
+                shardings=alone if reshard else None,
                 reduce_dtype=self.execution.grad_reduce_dtype,
             )
 
-        slots = iter(range(len(layers)))
+        numbers = itertools.count()
         return tuple(
-            Chunk(tuple(layer_slot(next(slots), ring) for ring in layout.ring_slots_of(chunk)))
-            for chunk in range(len(layout.chunk_kinds))
+            Chunk(tuple(layer_run(next(numbers), run) for run in of_chunk))
+            for of_chunk in runs.chunks
         )
 
     def gradient_shapes(self, chunks: tuple[Chunk, ...]) -> Tree:
@@ -134,7 +142,7 @@ class DeviceParameters:
         stored, masters = self.shardings, self.masters
         own = itertools.cycle(map(like, stored["layers"], self.layers, masters["layers"]))
         of_ends = partial(like, stored["embed_head"], leaves=masters["embed_head"])
-        kinds, read = [slot.kind for chunk in chunks for slot in chunk.slots], None
+        kinds, read = [run.kind for chunk in chunks for run in chunk.runs], None
         uses = [of.split.uses_of_embed_head for of in kinds if of.split and of.kind.reads]
         if uses and self.execution.lockstep.vocab_parallel:
             used = jax.tree.map(lambda *flags: any(flags), *uses)
@@ -142,7 +150,7 @@ class DeviceParameters:
         return {
             "embed_head": of_ends(self.embed_head),
             "read": read,
-            "layers": tuple(tuple(next(own) for _ in chunk.slots) for chunk in chunks),
+            "layers": tuple(tuple(next(own) for _ in chunk.runs) for chunk in chunks),
         }
 
     def gradients(
@@ -152,7 +160,7 @@ class DeviceParameters:
 
         Args:
           shared: gradient sums of embedding and head.
-          layers: gradient sums by chunk and layer slot.
+          layers: gradient sums by chunk and run.
           read: gradient sums at `embed_head_of_layers`; None: layers have added theirs to `shared`.
           reduced: the sums of layers are already reduced over replicas.
 
@@ -164,18 +172,18 @@ class DeviceParameters:
         if read is not None:
             shared = jax.tree.map(_with_read, self.shardings["embed_head"], shared, read)
         if not reduced:
-            home = tuple(map(self._of_layer, self.shardings["layers"], home))
+            home = tuple(map(self._of_run, self.shardings["layers"], home))
         return {
             "embed_head": _map_sums(self._of_shared, self.shardings["embed_head"], shared),
             "layers": jax.tree.map(lambda gradient: gradient[None], home),
         }
 
-    def _of_layer(self, stored: Tree, total: Tree) -> Tree:
-        """Reduce the gradient sums of a layer to this device's shards."""
+    def _of_run(self, stored: Tree, total: Tree) -> Tree:
+        """Reduce the gradient sums of a run to this device's shards."""
         return _map_sums(lambda s, g: self._reduced(s, g, self._unreduced(s)), stored, total)
 
     def _brought_home(self, gradients: tuple[tuple[Tree, ...], ...]) -> tuple[Tree, ...]:
-        """Return the gradient sums of this rank's layers, with those of mirrored copies added."""
+        """Return the gradient sums of this rank's runs, with those of mirrored copies added."""
         flat = tuple(tree for chunk in gradients for tree in chunk)
         own, mirrored = flat[: len(self.layers)], flat[len(self.layers) :]
         return jax.tree.map(jnp.add, own, _mirror(mirrored)) if mirrored else own

@@ -18,7 +18,7 @@ def poison_read_slots(
 ) -> Carry:
     """Return the carry at the end of a tick, with poison in the slots whose last read this was.
 
-    `plans` are the ring buffer plans, by ring slot.
+    `plans` are the ring buffer plans, by ring group.
     """
     inbox = buffers.poison_slot(carry.inbox, row.x_read)
     carry = carry._replace(inbox=buffers.poison_slot(inbox, row.dy_read))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from jaxpipe.pipeline.fingerprint import fingerprint
 from jaxpipe.pipeline.kind import TracedKind
 from jaxpipe.pipeline.parameters import DeviceParameters
 from jaxpipe.pipeline.reference import StepOutput, total_count
+from jaxpipe.pipeline.runs import LayerRuns
 from jaxpipe.pipeline.stage import EmbedHeadFunction
 from jaxpipe.pipeline.tick import DeviceWork
 from jaxpipe.pipeline.ticks import closing_tick, run_ticks
@@ -83,6 +84,12 @@ class DeviceProgram:
             gradients = jax.tree.map(lambda gradient: gradient * step.unscale, gradients)
         return StepOutput(losses, gradients, side, outputs, step.counts, aux_losses, marks)
 
+    @cached_property
+    def runs(self) -> LayerRuns:
+        """The runs of a pipeline rank, and its ring groups."""
+        trains = self.tables.has_gradients
+        return LayerRuns.of(self.layout, self.execution.offload_layers if trains else 0)
+
     @property
     def _reads_embed_head(self) -> bool:
         return any(kind.reads for kind in self.functions.kinds_by_name.values())
@@ -96,33 +103,31 @@ class DeviceProgram:
         step = self._step_data(own, x, rows, batch, variables, loss_scale)
         kinds = self._kinds(own, x, rows, variables)
         mirrored = self.layout.placement.mirrored_from is not None
-        chunks = own.chunks(self.layout, kinds, mirrored=mirrored)
+        chunks = own.chunks(self.layout, self.runs, kinds, mirrored=mirrored)
         work = DeviceWork(self._embed_head(step, x, rows), chunks, kinds)
         return work, work.first_carry(x, rows, own.gradient_shapes(chunks))
 
     def _kinds(
         self, own: DeviceParameters, x: Any, rows: Tree, variables: Tree
     ) -> tuple[TracedKind, ...]:
-        """Trace the layer kind of every ring slot at this device's shapes."""
+        """Trace the layer kind of every ring group at this device's shapes."""
         index = jax.ShapeDtypeStruct((), jnp.int32)
         context = Context(rows, index, None, variables, own.embed_head_of_layers)
         trained = is_trained(self.shardings["embed_head"])
         policy = self.execution.policy if self.tables.has_gradients else None
-        slots, functions = self.layout.slot_kinds, self.functions.kinds_by_name
-        away = self.layout.first_ring_slots(self.execution.offload_layers if policy else 0)
+        functions, slots = self.functions.kinds_by_name, self.layout.slot_kinds
+        runs = {slots[run.start]: (i, len(run)) for i, run in enumerate(self.layout.runs)}
 
         @cache
         def traced(name: str) -> TracedKind:
-            layer = own.layer_shapes(slots.index(name))
+            layer = own.layer_shapes(*runs[name])
             return TracedKind.trace(name, functions[name], layer, x, context, policy, trained)
 
         @cache
-        def with_rings(name: str, on_host: bool) -> TracedKind:
-            return traced(name).with_rings(self.tables, on_host=on_host)
+        def with_rings(name: str, layers: int, on_host: bool) -> TracedKind:
+            return traced(name).with_rings(self.tables, layers, on_host=on_host)
 
-        return tuple(
-            with_rings(name, ring in away) for ring, name in enumerate(self.layout.ring_slot_kinds)
-        )
+        return tuple(with_rings(*group) for group in self.runs.groups)
 
     def _step_data(
         self, own: DeviceParameters, x: Any, rows: Tree, batch: Tree, variables: Tree,

@@ -1,4 +1,4 @@
-"""The ring buffers of one layer slot, and how actions read and write them by table slots."""
+"""The ring buffers of a ring group, and how actions read and write them by table slots."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from jax import lax
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.cut import Residuals
 from jaxpipe.pipeline.split import LayerSplit, inexact
-from jaxpipe.pipeline.store import RingStore, Values
+from jaxpipe.pipeline.store import Index, RingStore, Values
 from jaxpipe.schedule import Buffers, Op, TableRow
 
 Tree = Any
@@ -19,7 +19,7 @@ NOTHING = Residuals((), ())
 
 
 class RingBuffers(NamedTuple):
-    """The ring buffers of a layer slot; an empty field has no buffers.
+    """The ring buffers of a ring group (`runs.py`); an empty field has no buffers.
 
     Attributes:
       residuals: residuals, written by F; also the W stash, written by B, where they share.
@@ -35,7 +35,7 @@ class RingBuffers(NamedTuple):
 
 
 class GradientInputs(NamedTuple):
-    """What a gradient action reads from the ring buffers of a layer slot; None: not read."""
+    """What a gradient action reads from the ring buffers of a layer; None: not read."""
 
     residuals: Residuals
     stash: Any
@@ -64,17 +64,19 @@ class RingBufferPlan:
       stash: store of the W stash otherwise.
       state: shapes and dtypes of the state between sequence slices.
       slots: number of slots per use, the maximum over pipeline ranks.
+      layers: number of layers of the ring group. The methods take the index of one.
     """
 
     residuals: RingStore
     stash: RingStore
     state: Tree
     slots: Buffers[int]
+    layers: int = 1
 
     @classmethod
     def of(
         cls, split: LayerSplit | None, state: Tree, slots_of: Sequence[Buffers[int]],
-        *, pairs: bool, on_host: bool = False,
+        *, pairs: bool, layers: int = 1, on_host: bool = False,
     ) -> "RingBufferPlan":  # fmt: skip
         """Make the plan for the slot counts `slots_of` every pipeline rank.
 
@@ -83,25 +85,27 @@ class RingBufferPlan:
         """
         values = (NOTHING, ()) if split is None else (split.residuals, split.stash)
         kept, stash = values_by_use(*values, separate=pairs or on_host)
-        kept = RingStore.of(kept, slots_of, on_host=on_host)
-        slots = Buffers(*map(max, zip(*slots_of)))
-        return cls(kept, RingStore.of(stash, slots_of), state, slots)
+        kept = RingStore.of(kept, slots_of, layers=layers, on_host=on_host)
+        stash = RingStore.of(stash, slots_of, layers=layers)
+        return cls(kept, stash, state, Buffers(*map(max, zip(*slots_of))), layers)
 
     @property
     def on_host(self) -> bool:
         """Whether residuals are stored in host memory."""
         return self.residuals.on_host
 
-    def empty(self, layer_slot: int, *, poison: bool = False) -> RingBuffers:
-        """Return the ring buffers of a layer slot before the first tick."""
+    def empty(self, group: int, *, poison: bool = False) -> RingBuffers:
+        """Return the ring buffers of a ring group before the first tick."""
 
         def ring(slots: int, like: Tree) -> Tree:
-            return jax.tree.map(lambda leaf: buffers.make_ring(slots, leaf, poison=poison), like)
+            return jax.tree.map(
+                lambda leaf: buffers.make_ring(self.layers * slots, leaf, poison=poison), like
+            )
 
-        # On the host every layer slot starts with a different number: XLA would merge equal
+        # On the host every ring group starts with a different number: XLA would merge equal
         # buffers into one and copy it.
         return RingBuffers(
-            self.residuals.empty(fill=layer_slot * self.on_host, poison=poison),
+            self.residuals.empty(fill=group * self.on_host, poison=poison),
             self.stash.empty(poison=poison),
             ring(self.slots.state, self.state),
             ring(self.slots.dstate, inexact(self.state)) if self.slots.dstate else (),
@@ -123,39 +127,42 @@ class RingBufferPlan:
         by_op = {Op.F: ("residuals", "state"), Op.B: (of_b, "dstate"), Op.BW: ("dstate",), Op.W: ()}
         return by_op[op]
 
-    def state_before(self, part: RingBuffers, row: TableRow) -> Tree:
+    def state_before(self, part: RingBuffers, row: TableRow, layer: Index) -> Tree:
         """Return the state that earlier slices of the sequence left; None without slices."""
-        return (
-            None if part.state is None else _read_or_zeros(part.state, row.state, row.first_slice)
-        )
+        if part.state is None:
+            return None
+        slot = layer * self.slots.state + row.state
+        return _read_or_zeros(part.state, slot, row.first_slice)
 
     def write_forward(
-        self, part: RingBuffers, made: Residuals, state: Tree, row: TableRow
+        self, part: RingBuffers, made: Residuals, state: Tree, row: TableRow, layer: Index
     ) -> RingBuffers:
         """Return the ring buffers of F with its residuals and state written to their slots."""
-        kept = self.residuals.write(part.residuals, "for_b", made.for_b, row.for_b_write)
-        kept = self.residuals.write(kept, "for_w", made.for_w, row.for_w_write)
+        kept = self.residuals.write(part.residuals, "for_b", made.for_b, row.for_b_write, layer)
+        kept = self.residuals.write(kept, "for_w", made.for_w, row.for_w_write, layer)
         if state is not None:
-            state = buffers.write(part.state, state, row.state)
+            state = buffers.write(part.state, state, layer * self.slots.state + row.state)
         return RingBuffers(residuals=kept, state=state)
 
     def write_backward(
-        self, part: RingBuffers, stash: tuple[Any, ...], dstate: tuple[Any, ...], row: TableRow
-    ) -> RingBuffers:
+        self, part: RingBuffers, stash: tuple[Any, ...], dstate: tuple[Any, ...], row: TableRow,
+        layer: Index,
+    ) -> RingBuffers:  # fmt: skip
         """Return the ring buffers of B or BW with stash and dstate written; BW has no stash."""
         if stash and self.shares_stash:
-            kept = self.residuals.write(part.residuals, "stash", stash, row.stash_write)
+            kept = self.residuals.write(part.residuals, "stash", stash, row.stash_write, layer)
             part = part._replace(residuals=kept)
         elif stash:
-            own = self.stash.write(part.stash, "stash", stash, row.stash_write)
+            own = self.stash.write(part.stash, "stash", stash, row.stash_write, layer)
             part = part._replace(stash=own)
         if part.dstate:
-            part = part._replace(dstate=buffers.write(part.dstate, dstate, row.dstate))
+            slot = layer * self.slots.dstate + row.dstate
+            part = part._replace(dstate=buffers.write(part.dstate, dstate, slot))
         return part
 
-    def read(self, rings: RingBuffers, row: TableRow, op: Op) -> GradientInputs:
+    def read(self, rings: RingBuffers, row: TableRow, op: Op, layer: Index) -> GradientInputs:
         """Read the inputs of a gradient action; only W reads a stash, and it reads no `for_b`."""
-        for_w = self.residuals.read(rings.residuals, "for_w", row.for_w_read)
+        for_w = self.residuals.read(rings.residuals, "for_w", row.for_w_read, layer)
         if op is Op.W:
             store, held = (
                 (self.residuals, rings.residuals)
@@ -163,11 +170,15 @@ class RingBufferPlan:
                 else (self.stash, rings.stash)
             )
             return GradientInputs(
-                Residuals(None, for_w), store.read(held, "stash", row.stash_read), None, ()
+                Residuals(None, for_w), store.read(held, "stash", row.stash_read, layer), None, ()
             )
-        for_b = self.residuals.read(rings.residuals, "for_b", row.for_b_read)
-        state = None if rings.state is None else buffers.read(rings.state, row.state_read)
-        dstate = _read_or_zeros(rings.dstate, row.dstate, row.last_slice) if rings.dstate else ()
+        for_b = self.residuals.read(rings.residuals, "for_b", row.for_b_read, layer)
+        state, dstate = None, ()
+        if rings.state is not None:
+            state = buffers.read(rings.state, layer * self.slots.state + row.state_read)
+        if rings.dstate:
+            slot = layer * self.slots.dstate + row.dstate
+            dstate = _read_or_zeros(rings.dstate, slot, row.last_slice)
         return GradientInputs(Residuals(for_b, for_w), None, state, dstate)
 
     def poison(self, rings: RingBuffers, use: str, slot: jax.Array) -> RingBuffers:

@@ -21,6 +21,7 @@ from jaxpipe.pipeline import buffers
 from jaxpipe.schedule import Buffers
 
 Values = tuple[jax.ShapeDtypeStruct, ...]
+Index = int | jax.Array
 
 
 def ring_lengths(
@@ -56,22 +57,25 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class RingStore:
-    """The ring buffers of one layer slot for some uses.
+    """The ring buffers of a ring group for some uses.
 
     Attributes:
-      lengths: by shape and dtype, the length of the ring buffer.
-      positions: by use, the position of every value.
+      lengths: by shape and dtype, the length of a layer's part of the ring buffer.
+      positions: by use, the position of every value within this part.
+      layers: number of layers of the ring group; their parts follow each other.
       on_host: the ring buffers are in host memory, and values are copied there and back.
     """
 
     lengths: Mapping[jax.ShapeDtypeStruct, int]
     positions: Mapping[str, tuple[_Place, ...]]
+    layers: int = 1
     on_host: bool = False
 
     @classmethod
     def of(
-        cls, uses: Mapping[str, Values], slots_of: Sequence[Buffers[int]], *, on_host: bool = False
-    ) -> "RingStore":
+        cls, uses: Mapping[str, Values], slots_of: Sequence[Buffers[int]],
+        *, layers: int = 1, on_host: bool = False,
+    ) -> "RingStore":  # fmt: skip
         """Make the store; arguments as in `ring_lengths`. With several ranks, call in `shard_map`.
 
         The first entry of a value may differ between pipeline ranks.
@@ -90,43 +94,53 @@ class RingStore:
                 slots = [getattr(rank, use) for rank in slots_of]
                 taken[form] = taken[form] + stride * np.array(slots, np.int32)
             places[use] = tuple(of_use)
-        return cls(lengths, places, on_host)
+        return cls(lengths, places, layers, on_host)
 
     def empty(self, *, fill: int = 0, poison: bool = False) -> tuple[jax.Array, ...]:
         """Return the ring buffers before the first write."""
         rings = tuple(
-            buffers.make_ring(length, form, fill=fill, poison=poison)
+            buffers.make_ring(self.layers * length, form, fill=fill, poison=poison)
             for form, length in self.lengths.items()
         )
         return buffers.to_host(rings) if self.on_host else rings
 
-    def read(self, rings: tuple[jax.Array, ...], use: str, slot: jax.Array) -> tuple[Any, ...]:
-        """Read the values in one slot of a use, into device memory."""
+    def read(
+        self, rings: tuple[jax.Array, ...], use: str, slot: jax.Array, layer: Index
+    ) -> tuple[Any, ...]:
+        """Read the values of a layer in one slot of a use, into device memory."""
         values = tuple(
-            buffers.read(rings[place.ring], place.first + place.stride * slot)
+            buffers.read(rings[place.ring], self._entry(place, slot, layer))
             for place in self.positions[use]
         )
         return buffers.to_device(values) if self.on_host else values
 
     def write(
-        self, rings: tuple[jax.Array, ...], use: str, values: tuple[Any, ...], slot: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """Return `rings` with `values` written to one slot of a use."""
+        self, rings: tuple[jax.Array, ...], use: str, values: tuple[Any, ...], slot: jax.Array,
+        layer: Index,
+    ) -> tuple[jax.Array, ...]:  # fmt: skip
+        """Return `rings` with `values` of a layer written to one slot of a use."""
         new = list(rings)
         values = buffers.to_host(values) if self.on_host else values
         for place, value in zip(self.positions[use], values, strict=True):
-            where = place.first + place.stride * slot
+            where = self._entry(place, slot, layer)
             new[place.ring] = buffers.write(new[place.ring], value, where)
         return tuple(new)
 
     def poison(
         self, rings: tuple[jax.Array, ...], use: str, slot: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """Return `rings` with poison in one slot of a use."""
+        """Return `rings` with poison in one slot of a use, of every layer."""
         forms = tuple(self.lengths)
         of_use = (forms[place.ring] for place in self.positions[use])
         values = tuple(buffers.poisoned(form.shape, form.dtype) for form in of_use)
-        return self.write(rings, use, values, slot)
+        for layer in range(self.layers):
+            rings = self.write(rings, use, values, slot, layer)
+        return rings
+
+    def _entry(self, place: _Place, slot: jax.Array, layer: Index) -> jax.Array:
+        """Return the entry of a layer's value in its ring buffer."""
+        length = tuple(self.lengths.values())[place.ring]
+        return layer * length + place.first + place.stride * slot
 
 
 def _of_this_rank(values: np.ndarray) -> int | jax.Array:

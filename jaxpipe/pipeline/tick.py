@@ -22,6 +22,7 @@ from jaxpipe.pipeline.kind import TracedKind, empty_aux, empty_statistics
 from jaxpipe.pipeline.pairing import run_paired
 from jaxpipe.pipeline.poison import poison_read_slots
 from jaxpipe.pipeline.rings import GradientInputs, RingBufferPlan, RingBuffers
+from jaxpipe.pipeline.slot import LayerSlot
 from jaxpipe.pipeline.transfers import Transfers
 from jaxpipe.schedule import Op, OverlapPair, TableRow
 
@@ -35,7 +36,7 @@ class DeviceWork:
     Attributes:
       embed_head: embedding and head, with the inputs and tables that no tick changes.
       chunks: the chunks of this pipeline rank.
-      kinds: the traced layer kind of every ring slot (chunks share ring slots).
+      kinds: the traced layer kind of every ring group (chunks share ring groups).
       closing: this is the closing tick (`ticks.py`): its gradient action is the chunk's last of the
         step and runs on every pipeline rank, in no cond.
     """
@@ -73,7 +74,7 @@ class DeviceWork:
             arriving=self._transfers.arriving(message),
             inbox=self._ring(slots.inbox + 1, x),
             rings=tuple(
-                plan.empty(slot, poison=step.poison) for slot, plan in enumerate(self._plans)
+                plan.empty(group, poison=step.poison) for group, plan in enumerate(self._plans)
             ),
             head_ring=(),
             embed_ring=(),
@@ -151,9 +152,9 @@ class DeviceWork:
     def _gradient(self, carry: Carry, row: TableRow, runs: jax.Array, op: Op, chunk: int) -> Carry:
         """Run B, W or BW of one chunk if `runs` is set; gradients go to the accumulators."""
 
-        def kept(ring: int, part: RingBuffers) -> GradientInputs:
-            plan = self._plans[ring]
-            return plan.read(plan.with_written(carry.rings[ring], op, part), row, op)
+        def kept(slot: LayerSlot, part: RingBuffers) -> GradientInputs:
+            plan, rings = self._plans[slot.ring], carry.rings[slot.ring]
+            return plan.read(plan.with_written(rings, op, part), row, op, slot.place)
 
         def run() -> BackwardOutputs:
             inputs, before = self._given_gradient(carry, row, op, chunk)
@@ -186,10 +187,8 @@ class DeviceWork:
         def run() -> tuple[Any, BackwardOutputs]:
             inputs, x = self._given_forward(carry, row)
             behind, dy = self._given_gradient(carry, row, pair.op, pair.gradient)
-            layers = back.gradient_layers(pair.op, behind, lambda ring, _: read[ring])
-            outputs, gradients = run_paired(
-                ahead.forward_layers(inputs), x, layers, dy, ahead.hooks
-            )
+            layers = back.gradient_runs(pair.op, behind, lambda slot, _: read[slot.ring])
+            outputs, gradients = run_paired(ahead.forward_runs(inputs), x, layers, dy, ahead.hooks)
             return self._forward_made(carry, row, outputs), gradients
 
         forward, gradient = lax.cond(runs, run, lambda: passed)
@@ -197,12 +196,12 @@ class DeviceWork:
         return self._with_gradient(carry, pair.op, pair.gradient, gradient)
 
     def _read(self, carry: Carry, row: TableRow, op: Op) -> list[GradientInputs]:
-        """Read the inputs of a gradient action from the ring buffers of every ring slot."""
-        return [plan.read(rings, row, op) for plan, rings in zip(self._plans, carry.rings)]
+        """Read the inputs of a gradient action from all ring buffers; no group has two layers."""
+        return [plan.read(rings, row, op, 0) for plan, rings in zip(self._plans, carry.rings)]
 
     @property
     def _plans(self) -> list[RingBufferPlan]:
-        """The ring buffer plan of every ring slot."""
+        """The ring buffer plan of every ring group."""
         return [kind.rings for kind in self.kinds]
 
     @property
@@ -290,7 +289,7 @@ class DeviceWork:
         )
 
     def _parts(self, carry: Carry, op: Op) -> tuple[RingBuffers, ...]:
-        """Return the ring buffers that an op writes, of every ring slot."""
+        """Return the ring buffers that an op writes, of every ring group."""
         return tuple(plan.written_by(rings, op) for plan, rings in zip(self._plans, carry.rings))
 
     def _after(

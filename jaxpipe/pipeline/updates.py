@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding, StageLayout, is_stage_stacked
+from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding, is_stage_stacked
 from jaxpipe.parallel.flags import merge
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.parameters import DeviceParameters
@@ -57,7 +57,7 @@ class UpdatedState(NamedTuple):
 
     Attributes:
       params, moments: this device's shards of parameters and optimizer state.
-      embed_head, layers: parameters gathered for compute, in the compute dtype.
+      embed_head, layers: parameters gathered for compute, in the compute dtype; layers by run.
       done: number of updates so far.
       squares: `[N]`, this device's contribution to the squared gradient norms.
     """
@@ -94,7 +94,7 @@ class UpdatingProgram:
         self._check(work)
         squares = jnp.zeros(program.steps, jnp.float32)
         held = UpdatedState(params, moments, own.embed_head, own.layers, jnp.int32(0), squares)
-        ticks = _UpdatingTicks(work, own, program.layout, self._stored, self.update)
+        ticks = _UpdatingTicks(work, own, program, self._stored, self.update)
         columns = jax.tree.map(lambda column: column[:, 0], columns)
         (carry, held), _ = lax.scan(
             lambda state, row: (ticks.tick(*state, row), None), (carry, held), columns
@@ -158,7 +158,7 @@ class _UpdatingTicks:
 
     work: DeviceWork
     own: DeviceParameters
-    layout: StageLayout
+    program: DeviceProgram
     stored: Tree
     update: Update
 
@@ -182,7 +182,8 @@ class _UpdatingTicks:
         work, step = self.work, self.work.step
         own = replace(self.own, embed_head=held.embed_head, layers=held.layers)
         head, aux = jax.tree.map(lambda of_steps: of_steps[held.done], (step.head, step.aux))
-        chunks = own.chunks(self.layout, work.kinds, mirrored=False)
+        layout, runs = self.program.layout, self.program.runs
+        chunks = own.chunks(layout, runs, work.kinds, mirrored=False)
         work = replace(work, chunks=chunks)
         return work.with_step(embed_head=held.embed_head, head=head, aux=aux)
 

@@ -15,6 +15,7 @@ from jaxpipe.planning.device_checks import check_devices
 from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.hardware import OpSeconds, op_seconds
 from jaxpipe.planning.limits import activation_limit_of
+from jaxpipe.planning.loops import unroll_layers
 from jaxpipe.planning.memory import RankBytes, layout_of, rank_bytes
 from jaxpipe.planning.size_checks import resolve_sizes
 from jaxpipe.runtime.devices import DEVICES
@@ -73,6 +74,11 @@ class RunPlan:
         return layout_of(self.config, self.schedule.placement, self.layers)
 
     @cached_property
+    def unroll_layers(self) -> int | None:
+        """`StageLayout.unroll` of the run; raises `ConfigError` if it excludes another setting."""
+        return unroll_layers(self)
+
+    @cached_property
     def costs(self) -> Costs:
         """Seconds of the schedule's stages, from `seconds`."""
         return self.seconds.costs(
@@ -109,6 +115,7 @@ def resolve(config: Config, devices: Devices | None = None) -> RunPlan:
         _ = plan.tables
     except ScheduleError as error:
         raise ConfigError(f"parallel.schedule={config.parallel.schedule!r}: {error}") from error
+    _ = plan.unroll_layers
     return plan
 
 

@@ -12,6 +12,7 @@ from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.rope.config import RotaryConfig
 from jaxpipe.planning import device_checks, size_checks
 from jaxpipe.planning.checks import CHECKS
+from jaxpipe.planning.loops import unroll_layers
 from jaxpipe.planning.resolve import resolve
 
 # The functions whose docstrings state the rules, in paragraphs that begin with a setting.
@@ -37,6 +38,7 @@ RULES: tuple[Callable[..., object], ...] = (
     DecoderConfig.unmet_needs,
     *device_checks.CHECKS,
     resolve,
+    unroll_layers,
 )
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpipe.model.family import Model
 from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding, StageLayout
@@ -25,14 +26,24 @@ def parameters_on_rank(model: Model, layout: StageLayout, seed: int, stored: Tre
     """
     key, rank = jax.random.key(seed), jax.lax.axis_index(PP)
 
-    def own_shard(how: ParamSharding, leaf: jax.Array) -> jax.Array:
-        return how.without_stage_axis.shard(leaf, {TP, *REPLICA_AXES})
+    table = [[-1 if layer is None else layer for layer in row] for row in layout.layer_table]
+    here = jnp.asarray(table)[rank]
 
-    def slot(layers: tuple[int | None, ...], kind: str, leaves: Tree) -> Tree:
-        index = jnp.asarray([-1 if layer is None else layer for layer in layers])[rank]
-        layer = model.init_layer(key, index, kind)
-        owned = jax.tree.map(lambda leaf: jnp.where(index >= 0, leaf, 0), layer)
-        return jax.tree.map(lambda leaf, how: own_shard(how, leaf)[None], owned, leaves)
+    def layer(index: jax.Array, kind: str, stored: Tree) -> Tree:
+        def own_shard(how: ParamSharding, leaf: jax.Array) -> jax.Array:
+            return how.shard(jnp.where(index >= 0, leaf, 0), {TP, *REPLICA_AXES})
+
+        return jax.tree.map(own_shard, stored, model.init_layer(key, index, kind))
+
+    def run(slots: range, stored: Tree) -> Tree:
+        kind = layout.slot_kinds[slots.start]
+        how = jax.tree.map(lambda leaf: leaf.without_stage_axis, stored)
+        if len(slots) == 1:
+            own = layer(here[slots.start], kind, how)
+        else:
+            alone = jax.tree.map(lambda leaf: leaf.without_layer_axis, how)
+            own = lax.map(lambda index: layer(index, kind, alone), here[slots.start : slots.stop])
+        return jax.tree.map(lambda leaf: leaf[None], own)
 
     return {
         "embed_head": jax.tree.map(
@@ -40,5 +51,5 @@ def parameters_on_rank(model: Model, layout: StageLayout, seed: int, stored: Tre
             model.init_embed_head(key),
             stored["embed_head"],
         ),
-        "layers": tuple(map(slot, zip(*layout.layer_table), layout.slot_kinds, stored["layers"])),
+        "layers": tuple(map(run, layout.runs, stored["layers"])),
     }

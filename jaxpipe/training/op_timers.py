@@ -22,10 +22,11 @@ from jaxpipe.parallel.flags import is_trained
 from jaxpipe.parallel.sharding import param_specs_of
 from jaxpipe.partition.leaf import ParamSpec
 from jaxpipe.pipeline import buffers
-from jaxpipe.pipeline.chunk import ActionInputs, BackwardOutputs, Chunk, ForwardOutputs, LayerSlot
+from jaxpipe.pipeline.chunk import ActionInputs, BackwardOutputs, Chunk, ForwardOutputs
 from jaxpipe.pipeline.cut import POLICIES, Policy
 from jaxpipe.pipeline.kind import TracedKind, embed_head_of, empty_aux, empty_statistics
 from jaxpipe.pipeline.rings import RingBufferPlan, RingBuffers
+from jaxpipe.pipeline.slot import LayerRun
 from jaxpipe.pipeline.split import Cotangent
 from jaxpipe.pipeline.stage import EmbedHeadFunction, add_gradients
 from jaxpipe.planning.trace import rows_of
@@ -171,7 +172,7 @@ def _loops(
 
     def chunk(given: Tree) -> Chunk:
         every = enumerate(given["layers"])
-        return Chunk(tuple(LayerSlot(kind, own, jnp.int32(i), None, i) for i, own in every))
+        return Chunk(tuple(LayerRun(kind, own, jnp.full(1, i), None, i) for i, own in every))
 
     def of_microbatch(given: Tree, row: TableRow) -> ActionInputs:
         shared = given["embed_head"]
@@ -193,7 +194,9 @@ def _loops(
             before = BackwardOutputs(dy, parts, totals, observed, read)
             outputs = chunk(given).gradient(
                 op, of_microbatch(given, row), before,
-                lambda ring, part: plan.read(plan.with_written(rings[ring], op, part), row, op),
+                lambda slot, part: plan.read(
+                    plan.with_written(rings[slot.ring], op, part), row, op, slot.place
+                ),
             )  # fmt: skip
             after = (plan.with_written(own, op, part) for own, part in zip(rings, outputs.rings))
             return outputs.dx, tuple(after), (outputs.grad_sums, outputs.read_sums)

@@ -1,14 +1,17 @@
 """Times of what a step does besides its ops: messages between ranks, and the update."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from msgspec import structs
 
 from jaxpipe.contract import Aux
+from jaxpipe.model.family import INT32_MAX
 from jaxpipe.parallel import PP
 from jaxpipe.parallel.flags import is_trained, select
 from jaxpipe.planning.costs import costs_of
@@ -62,10 +65,19 @@ def _side(trainer: Trainer) -> Aux:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), side)
 
 
+def _unrolled(trainer: Trainer) -> Trainer:
+    """Return the trainer with every layer a run of its own."""
+    config = trainer.config
+    parallel = structs.replace(config.parallel, unroll_layers=INT32_MAX)
+    plan = replace(trainer.plan, config=structs.replace(config, parallel=parallel))
+    return replace(trainer, plan=plan)
+
+
 class UpdateTimer:
     """Times the optimizer on `layers` layers and a pipeline rank's shard of embedding and head."""
 
     def __init__(self, trainer: Trainer, layers: int):
+        trainer = _unrolled(trainer)
         ranks = trainer.mesh.shape[PP]
         key, kind = jax.random.key(0), trainer.layout.kinds[0]
 

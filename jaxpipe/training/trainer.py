@@ -76,7 +76,8 @@ class Trainer:
     def layout(self) -> StageLayout:
         """The layers of each stage, and the pipeline rank of each stage."""
         kinds = self.model.functions.layer_kinds(self.config.model.pipeline_layers)
-        return StageLayout(self.plan.layers, self.schedule.placement, kinds)
+        unroll = self.plan.unroll_layers
+        return StageLayout(self.plan.layers, self.schedule.placement, kinds, unroll)
 
     @property
     def schedule(self) -> Schedule:
@@ -97,6 +98,7 @@ class Trainer:
             grad_reduce_dtype=None if parallel.grad_reduce_dtype == "float32" else jnp.bfloat16,
             reshard_after_forward=parallel.reshards,
             offload_layers=train.offload_layers,
+            unroll_layers=self.plan.unroll_layers,
             poison_bubbles=debug.poison_messages,
             printer=printer,
             # Collectives on CPU block; with `reshards` gradients are reduce-scattered in every

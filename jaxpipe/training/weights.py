@@ -53,8 +53,8 @@ def stream_weights(trainer: Trainer, state: State) -> Iterator[tuple[str, np.nda
 def _has(trainer: Trainer, params: Tree, path: ParamPath) -> bool:
     """Whether there is a parameter at a path."""
     if path[0] == "layers":
-        _, slot = trainer.layout.slot_of(int(path[1]))
-        params, path = params["layers"][slot], path[2:]
+        run, _ = trainer.layout.place_of(int(path[1]))
+        params, path = params["layers"][run], path[2:]
     for key in path:
         params = params.get(key, {}) if isinstance(params, dict) else {}
     return not isinstance(params, dict)
@@ -62,32 +62,34 @@ def _has(trainer: Trainer, params: Tree, path: ParamPath) -> bool:
 
 def _broadcast(trainer: Trainer, params: Tree, shardings: Tree, path: ParamPath) -> jax.Array:
     """The full array of a parameter by its path on disk, on every device."""
-    rank = None
+    index: tuple[int, ...] = ()
     if path[0] == "layers":
-        rank, slot = trainer.layout.slot_of(int(path[1]))
-        params, shardings = params["layers"][slot], shardings["layers"][slot]
+        run, index = trainer.layout.place_of(int(path[1]))
+        params, shardings = params["layers"][run], shardings["layers"][run]
         path = path[2:]
     for key in path:
         params, shardings = params[key], shardings[key]
-    program = _program(trainer.mesh, shardings, rank is not None)
-    return program(params, jnp.int32(rank or 0))
+    return _program(trainer.mesh, shardings, len(index))(params, *map(jnp.int32, index))
 
 
 @cache
-def _program(mesh: Mesh, stored: ParamSharding, of_layer: bool) -> Any:
-    """Compiled `(leaf, pp_rank) -> full array`; the rank is read only for a layer's leaf."""
+def _program(mesh: Mesh, stored: ParamSharding, indices: int) -> Any:
+    """Compiled `(leaf, *index) -> full array`, of the layer at an index (`place_of`) of its run."""
 
-    def gather(leaf: jax.Array, rank: jax.Array) -> jax.Array:
-        if not of_layer:
+    def gather(leaf: jax.Array, *index: jax.Array) -> jax.Array:
+        if not index:
             return stored.gather(leaf, {PP, TP, *REPLICA_AXES})
-        full = stored.without_stage_axis.gather(leaf[0], {TP, *REPLICA_AXES})
+        (rank, *row), how, own = index, stored.without_stage_axis, leaf[0]
+        if row:
+            how, own = how.without_layer_axis, own[row[0]]
+        full = how.gather(own, {TP, *REPLICA_AXES})
         return lax.psum(jnp.where(lax.axis_index(PP) == rank, full, 0), PP)
 
     return jax.jit(
         jax.shard_map(
             gather,
             mesh=mesh,
-            in_specs=(stored.partition_spec, PartitionSpec()),
+            in_specs=(stored.partition_spec, *[PartitionSpec()] * indices),
             out_specs=PartitionSpec(),
             check_vma=False,
         )

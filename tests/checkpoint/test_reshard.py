@@ -18,7 +18,14 @@ BASE = ("model.n_layers=8", "train.seq_len=16", "train.grad_accum_steps=8",
         "parallel.pp=1", "parallel.dp=1")  # fmt: skip
 LAYOUTS = [  # pp 4, 2, 1, 3 and 8; stages in a loop, in rounds, in a V and from both ends
     {"pp": 4, "dp": 2},
-    {"pp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 3, "reshard_after_forward": True},
+    {
+        "pp": 2,
+        "tp": 2,
+        "sequence_parallel": True,
+        "zero_stage": 3,
+        "reshard_after_forward": True,
+        "unroll_layers": 1,
+    },
     {"pp": 1, "dp": 4, "cp": 4, "cp_method": "ring", "cp_heads": 2, "zero_stage": 2},
     {"pp": 3, "layer_split": [1, 4, 3]},
     {"pp": 8, "zero_stage": 0},
@@ -32,7 +39,7 @@ LAYOUTS = [  # pp 4, 2, 1, 3 and 8; stages in a loop, in rounds, in a V and from
 PLAIN = {
     "pp": 1, "dp": 1, "tp": 1, "cp": 1, "schedule": "1f1b", "layer_split": "even",
     "zero_stage": 1, "sequence_parallel": False, "vocab_parallel_pp": False,
-    "reshard_after_forward": False, "transfer_ticks": 0, "ep": 1,
+    "reshard_after_forward": False, "transfer_ticks": 0, "ep": 1, "unroll_layers": 0,
 }  # fmt: skip
 MODELS = {  # differing settings, and the layouts that each model goes through
     "dense": ([], range(8)),

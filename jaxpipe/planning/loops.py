@@ -1,0 +1,53 @@
+"""Which layers the program repeats in a loop (`parallel.unroll_layers`)."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from jaxpipe.config import ConfigError
+
+if TYPE_CHECKING:
+    from jaxpipe.planning.resolve import RunPlan
+
+UNROLLED = 4  # layers in a row that are unrolled by default, on CPU
+
+
+def unroll_layers(plan: "RunPlan") -> int | None:
+    """Return how many layers of a kind in a row are unrolled; None: all, and there is no loop.
+
+    By default all are unrolled on GPU and where no loop will do, and otherwise up to `UNROLLED`.
+
+    `parallel.unroll_layers`, if it is above 0 and below the layers of a kind that a pipeline rank
+    runs in a row, excludes `train.offload_layers`, off the CPU schedules that run an F and a
+    gradient at once (`dualpipe`, `dualpipev`), and optimizers that do not update value by value
+    (`muon`, `adafactor`, `schedule_free`, and your own).
+    """
+    given, reason = plan.config.parallel.unroll_layers, _reason(plan)
+    if reason is None:
+        return given or (UNROLLED if plan.devices.on_cpu else None)
+    longest = max(map(len, replace(plan.layout, unroll=given or None).runs))
+    if longest > 1:
+        raise ConfigError(
+            f"parallel.unroll_layers={given} makes a loop of {longest} layers, but {reason}: leave "
+            f"parallel.unroll_layers 0, or give at least {longest}."
+        )
+    return None
+
+
+def _reason(plan: "RunPlan") -> str | None:
+    """Return why no loop can run over layers; None: one can."""
+    from jaxpipe.optimizer import kind_of
+
+    config = plan.config
+    if config.train.offload_layers:
+        return (
+            f"the copies of train.offload_layers={config.train.offload_layers} overlap with the "
+            f"next layer, and none with the next iteration of a loop"
+        )
+    if plan.tables.pairs:
+        return (
+            f"parallel.schedule={config.parallel.schedule!r} pairs the layers of an F and of a "
+            f"gradient one by one"
+        )
+    if not kind_of(config.optimizer.name).by_value:
+        return f"optimizer.name={config.optimizer.name!r} updates matrices layer by layer"
+    return None

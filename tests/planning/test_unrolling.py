@@ -1,0 +1,51 @@
+"""`parallel.unroll_layers`: which layers a loop repeats, and where a loop is refused."""
+
+from pathlib import Path
+
+import pytest
+from resolving import resolved
+
+from jaxpipe.config import ConfigError, load
+
+BASE = Path(__file__).parents[1] / "data" / "base.toml"
+GPU = {"platform": "cuda"}
+
+
+def plan_of(*overrides, **described):
+    more = ("parallel.pp=2", "parallel.dp=1", "train.grad_accum_steps=8")
+    return resolved(load(BASE, [*more, *overrides]), **described)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unrolled"),
+    [
+        ((), None),  # no CPU devices
+        (("runtime.cpu_devices=2",), 4),
+        (("parallel.unroll_layers=1",), 1),
+        (("optimizer.name=muon",), None),
+        (("train.offload_layers=1",), None),
+        (("optimizer.name=muon", "parallel.unroll_layers=64"), None),  # as many as there are
+    ],
+)
+def test_how_many_are_unrolled(overrides, unrolled):
+    assert plan_of(*overrides).unroll_layers == unrolled
+
+
+def test_pairs_have_no_loop():
+    """On CPU dualpipe pairs nothing."""
+    dualpipe = ("parallel.schedule=dualpipe", "parallel.unroll_layers=1")
+    assert plan_of(*dualpipe, "runtime.cpu_devices=2").unroll_layers == 1
+    assert plan_of(dualpipe[0], **GPU).unroll_layers is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "described", "reason"),
+    [
+        (("optimizer.name=muon",), {}, "optimizer.name='muon' updates matrices layer by layer"),
+        (("train.offload_layers=1",), {}, "the copies of train.offload_layers=1 overlap"),
+        (("parallel.schedule=dualpipe",), GPU, "parallel.schedule='dualpipe' pairs the layers"),
+    ],
+)
+def test_a_loop_is_refused(overrides, described, reason):
+    with pytest.raises(ConfigError, match=f"parallel.unroll_layers=1 makes a loop of .*{reason}"):
+        plan_of(*overrides, "parallel.unroll_layers=1", **described)
