@@ -25,7 +25,7 @@ def looped(name, counts, dp=1, *, unroll=1, dtype=jnp.float32, **execution):
     counts = tuple(counts * schedule.stages)[: schedule.stages]
     layout = StageLayout(counts, schedule.placement, unroll=unroll)
     shared, layers = toy_params(jax.random.key(0), layout.layers, dtype)
-    batch = toy_batch(jax.random.key(1), schedule.microbatches, EXAMPLES * dp)
+    batch = toy_batch(1, schedule.microbatches, EXAMPLES * dp)
     mesh = make_mesh(2, dp, devices=jax.devices()[: 2 * dp])
     pipeline = Pipeline(TOY, schedule, mesh, counts, Execution(unroll_layers=unroll, **execution))
     params = {"embed_head": shared, "layers": layout.stack(layers)}
@@ -67,7 +67,7 @@ def test_runs_of_several_kinds_equal_the_reference(name):
             toys[i] if kind == "toy" else layer_params(jax.random.key(i), kind, jnp.float64)
             for i, kind in enumerate(order)
         ]
-        batch = toy_batch(jax.random.key(1), schedule.microbatches, EXAMPLES)
+        batch = toy_batch(1, schedule.microbatches, EXAMPLES)
         variables = {"bias": jnp.zeros((len(order), 3))}
         how = Execution(unroll_layers=1, poison_bubbles=True)
         mesh = make_mesh(2, devices=jax.devices()[:2])
