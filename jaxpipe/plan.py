@@ -6,6 +6,10 @@ recommends the fastest that fits in memory.
 With `--check-gpu h100` it instead compiles the training step for the configuration's GPUs, without
 having one, and reports whether the step fits and which communication overlaps with compute.
 
+With `--search --devices N` it instead searches for the fastest mesh, schedule and memory settings
+on N devices for the configuration's tokens a step; overrides stay as they are, and `--write
+FILE.toml` writes the fastest. With `--check-gpu` too, the best three are compiled.
+
 With `--rules` alone it prints the rules across settings, which are checked before every run.
 
 Exit codes: 0 done; 2 bad input. With `--check-gpu`: 0 it fits; 1 it does not; 2 bad input, or no
@@ -46,6 +50,12 @@ from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.helpers import helpers
 from jaxpipe.planning.page import write_plan_page
 from jaxpipe.planning.rules import rules_table
+from jaxpipe.planning.search_command import check_arguments, search_layouts
+from jaxpipe.planning.search_table import (
+    search_as_json,
+    search_table,
+    write_config,
+)
 from jaxpipe.planning.size_checks import resolve_sizes
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedule import ScheduleError, draw_timeline, fuse_steps, write_schedule
@@ -56,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     try:
         arguments = parse(_parser(), argv)
+        if arguments.search:
+            return _search(arguments)
         return _check_gpu(arguments) if arguments.check_gpu else _plan(arguments)
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -71,6 +83,11 @@ def _share(text: str) -> float:
 
 def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
+
+
+def _device(text: str) -> str:
+    """The name of a device in any case."""
+    return next((name for name in DEVICES if name.lower() == text.lower()), text)
 
 
 def _counts(text: str) -> list[int]:
@@ -89,7 +106,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("plan", __doc__ or "", example="configs/llama3_8b_pp4.toml")
     add = parser.add_argument
     add("--memory", type=parse_bytes, metavar="80GiB", help="of a device (default: its own)")
-    add("--device", default="H100", choices=DEVICES, help="for the seconds of ops (default H100)")
+    add(
+        "--device",
+        default="H100",
+        type=_device,
+        choices=DEVICES,
+        help="for the seconds of ops (default H100)",
+    )
+    add("--search", action="store_true", help="search for the fastest settings on --devices N")
     add("--efficiency", type=_share, default=0.5, help="share of its peak that ops reach (0.5)")
     add("--link", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to a neighbour")
     add("--host", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to its host")
@@ -117,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         "--write",
         type=local_path,
         metavar="FILE",
-        help="its orders: .csv or .json, as schedule_file",
+        help="its orders: .csv or .json, as schedule_file; with --search the fastest: .toml",
     )
     add(
         "--check-gpu",
@@ -142,6 +166,43 @@ def _no_search_for_cycles() -> Iterator[None]:
         gc.enable()
 
 
+def _search(arguments: argparse.Namespace) -> int:
+    check_arguments(arguments)
+    if arguments.check_gpu:
+        _compile_without_device()
+    with _no_search_for_cycles():
+        found, result = search_layouts(arguments, _hardware(arguments))
+    if arguments.json:
+        print(json.dumps(search_as_json(found, result), indent=1))
+    else:
+        console = Console(highlight=False, width=max(200, Console().width))
+        console.print(search_table(found))
+        console.print(
+            f"{result.candidates:,} candidates, {result.simulated:,} simulated; shares are of the "
+            f"step's seconds"
+        )
+    if arguments.check_gpu:
+        from jaxpipe.gpu import several
+
+        found, table = several.compile_best(
+            found[:3], arguments.check_gpu[0], arguments.devices[0], arguments.memory
+        )  # fmt: skip
+        Console(highlight=False, width=140, stderr=arguments.json).print(table)
+    if arguments.write and found:
+        write_config(
+            found[0].plan.config, arguments.write,
+            source=arguments.config, overrides=arguments.overrides,
+        )  # fmt: skip
+        print(f"wrote {arguments.write}", file=sys.stderr)
+    return 0 if found else 1
+
+
+def _hardware(arguments: argparse.Namespace) -> Hardware:
+    return Hardware(
+        arguments.device, arguments.efficiency, arguments.link, arguments.host, arguments.network
+    )
+
+
 def _plan(arguments: argparse.Namespace) -> int:
     overrides = arguments.overrides
     if arguments.costs:
@@ -151,9 +212,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     config = configs.load(arguments.config, overrides)
     check_settings(config)
     config = resolve_sizes(config, (arguments.devices or [None])[0])
-    hardware = Hardware(
-        arguments.device, arguments.efficiency, arguments.link, arguments.host, arguments.network
-    )
+    hardware = _hardware(arguments)
     memory = arguments.memory or DEVICES[arguments.device].memory
     # A run knows the device, and not these links.
     devices = replace(Devices.planned(config), memory=memory, hardware=Hardware(arguments.device))
@@ -222,11 +281,15 @@ def _of_documents(config: Config, rows: PackingEstimate, best: Estimate, peak: f
     )
 
 
-def _check_gpu(arguments: argparse.Namespace) -> int:
+def _compile_without_device() -> None:
     # The GPU compiler needs no device, but its jax plugin fails to start without one. Set these
     # before jax is imported, which a schedule search that needs costs may already do.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings repeat the report
+
+
+def _check_gpu(arguments: argparse.Namespace) -> int:
+    _compile_without_device()
     from jaxpipe.gpu import check, report, several
 
     every = several.load_requests(

@@ -54,6 +54,11 @@ def build(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def read_tree(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """The settings of a TOML file with overrides applied, as a tree of sections, unchecked."""
+    return _merge(_read(Path(path)), read_overrides(overrides))
+
+
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """The settings of overrides `section.key=value`, as a tree of sections; later ones win."""
     tree: dict[str, Any] = {}

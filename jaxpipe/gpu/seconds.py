@@ -74,6 +74,10 @@ class StepSeconds(NamedTuple):
             transfer=planned.transfer,
             copies=planned.copies,
             exchange=planned.exchange,
+            sharing=planned.sharing,
+            tensor=planned.tensor,
+            network=planned.network,
+            host=planned.host,
         )
 
 

@@ -9,8 +9,8 @@ from rich.table import Table
 from jaxpipe import config as configs
 from jaxpipe.config.units import readable_bytes
 from jaxpipe.gpu.cards import card_memory
-from jaxpipe.gpu.check import CompiledReport
-from jaxpipe.planning import Devices, Hardware, RunPlan, resolve
+from jaxpipe.gpu.check import CompiledReport, check_step
+from jaxpipe.planning import Devices, Estimate, Hardware, RunPlan, resolve
 from jaxpipe.planning.checks import check_settings
 
 _COLUMNS = (
@@ -44,15 +44,28 @@ def load_requests(
             config = configs.load(path, [*overrides, *replicas, *named])
             check_settings(config)
             requests += [
-                CardRequest(card, resolve(config, _devices(card, count, memory))) for card in cards
+                CardRequest(card, resolve(config, card_devices(card, count, memory)))
+                for card in cards
             ]
     return requests
 
 
-def _devices(card: str, count: int | None, memory: float | None) -> Devices:
+def card_devices(card: str, count: int | None, memory: float | None) -> Devices:
+    """The devices of a card; `memory` [bytes] overrides its own."""
     return Devices(
         "cuda", count, memory=memory or card_memory(card), hardware=Hardware(card.upper())
     )
+
+
+def compile_best(
+    found: Sequence[Estimate], card: str, count: int, memory: float | None
+) -> tuple[list[Estimate], Table]:
+    """Compile the steps of a search's results; return those that fit, and a table of all."""
+    devices = card_devices(card, count, memory)
+    every = [CardRequest(card, resolve(one.plan.config, devices)) for one in found]
+    reports = [check_step(one.plan, one.card) for one in every]
+    fitting = [one for one, report in zip(found, reports) if report.fits]
+    return fitting, build_table(every, reports)
 
 
 def build_table(every: Sequence[CardRequest], reports: Sequence[CompiledReport]) -> Table:

@@ -45,14 +45,16 @@ def arrange_variant(
     """
     if variant == variant_of(config):
         return arrange(config, devices)
-    return arrange(_with_variant(config, variant), devices, seconds=seconds, effort=QUICK)
+    return arrange(with_variant(config, variant), devices, seconds=seconds, effort=QUICK)
 
 
-def _with_variant(config: Config, variant: ScheduleVariant) -> Config:
+def with_variant(config: Config, variant: ScheduleVariant) -> Config:
     """The configuration that names a variant; a layer list for other stages becomes "even"."""
     parallel, family = config.parallel, FAMILIES[variant.family]
     split, stages = parallel.layer_split, parallel.pp * (variant.virtual_stages or family.stages)
     fits = isinstance(split, str) or len(split) == stages
+    if variant == variant_of(config):
+        return replace(config, parallel=replace(parallel, layer_split=split if fits else "even"))
     parallel = replace(
         parallel,
         schedule=variant.family,

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import jax
 
 
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
 class Parameters(NamedTuple):
     """Named parameters: a tree of their full float32 shapes, and the same tree of their specs."""
 
@@ -37,6 +40,7 @@ class LayerCosts:
       exchanged: bytes that a device sends in all-to-alls over ep, in each of F, B and W.
       shared: bytes that a device sends to replicas that share its sequences (cp), in each.
       turned: the bytes of `shared` that go round the ring of ring attention.
+      tensor: bytes that a device sends to devices that share its layers (tp), in each.
     """
 
     F: float
@@ -49,6 +53,7 @@ class LayerCosts:
     exchanged: Mapping[str, float]
     shared: Mapping[str, float]
     turned: Mapping[str, float]
+    tensor: Mapping[str, float]
 
     @property
     def for_b(self) -> int:
@@ -93,6 +98,8 @@ class ModelCosts:
 
 
 _traced: dict[Config, ModelCosts] = {}
+_layers: dict[Config, ModelCosts] = {}  # without the vocabulary's sharing over pp
+_ends: dict[Config, ModelCosts] = {}  # without remat
 
 
 def costs_of(config: Config) -> ModelCosts:
@@ -104,7 +111,15 @@ def costs_of(config: Config) -> ModelCosts:
     if key not in _traced:
         from jaxpipe.planning.trace import trace
 
-        _traced[key] = trace(key)
+        alone = structs.replace(key.parallel, pp=1, vocab_parallel_pp=False)
+        of_layers = structs.replace(key, parallel=alone)
+        of_ends = structs.replace(key, train=structs.replace(key.train, remat="none"))
+        layers = _layers.get(of_layers)
+        if layers and layers.reads:  # of embedding and head, which this one may share otherwise
+            layers = None
+        _traced[key] = trace(key, layers=layers, ends=_ends.get(of_ends))
+        _layers.setdefault(of_layers, _traced[key])
+        _ends.setdefault(of_ends, _traced[key])
     return _traced[key]
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -12,8 +13,9 @@ from jaxpipe.planning.candidates import arrange_variant, variant_of, variants
 from jaxpipe.planning.costs import ModelCosts, costs_of, essentials, take_traced
 from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.hardware import NO_COPIES, NO_EXCHANGE, OpSeconds
-from jaxpipe.planning.memory import RankBytes, mirrored_bytes
+from jaxpipe.planning.memory import RankBytes
 from jaxpipe.planning.resolve import RunPlan, with_known_vocabulary
+from jaxpipe.planning.traffic import mirrored_bytes, step_traffic
 from jaxpipe.schedule import (
     FAMILIES,
     ScheduleError,
@@ -22,14 +24,17 @@ from jaxpipe.schedule import (
     fusion_gain,
     simulate,
 )
+from jaxpipe.schedule.scan import scan_time
+
+if TYPE_CHECKING:
+    from jaxpipe.parallel import StageLayout
 
 
 @dataclass(frozen=True)
 class Estimate:
     """What a candidate costs: one row of a plan. Tokens are those of all replicas.
 
-    Times are those of the pipeline, without the reduction of gradients over dp and the optimizer
-    update.
+    Times are those of the pipeline and of `update`, without the computation of the update.
 
     Attributes:
       plan: of the candidate, with the seconds of ops that are simulated.
@@ -37,6 +42,8 @@ class Estimate:
       bytes: of a device.
       sent: bytes that a device sends per step: messages, and mirrored stages.
       mirroring: seconds to send the mirrored stages of a bidirectional schedule; else 0.
+      update: seconds to reduce gradients and gather parameters over dp, and to fetch and return
+        moments that are on the host; nothing is assumed to hide them.
       waiting: seconds per step for which compute waits for copies with the host.
       exposed: seconds per step for which compute waits for replicas, over ep and cp.
       tokens: per step.
@@ -49,6 +56,7 @@ class Estimate:
     bytes: RankBytes
     sent: int
     mirroring: float
+    update: float
     waiting: float
     exposed: float
     tokens: int
@@ -72,8 +80,8 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step: of the scan, and of mirroring."""
-        return self.report.scan_makespan + self.mirroring
+        """Seconds of a step: of the scan, of mirroring, and between scan and next step."""
+        return self.report.scan_makespan + self.mirroring + self.update
 
     @property
     def tokens_per_second(self) -> float:
@@ -156,10 +164,24 @@ def estimate(plan: RunPlan, seconds: OpSeconds | None = None) -> Estimate:
         plan.memory,
         tables.ticks * len(tables.lanes) * message + mirrored,
         seconds.sending(mirrored, message),
+        update_seconds(plan.config, plan.layout, seconds),
         more_than_with(copies=NO_COPIES),
         more_than_with(exchange=NO_EXCHANGE, sharing=NO_EXCHANGE),
         plan.config.tokens_per_step,
     )
+
+
+def update_seconds(config: Config, layout: "StageLayout", seconds: OpSeconds) -> float:
+    """Seconds of a step outside of the scan: reductions and gathers over dp, and moments."""
+    traffic = step_traffic(config, layout)
+    return traffic.replicas * seconds.network + traffic.host * seconds.host
+
+
+def step_seconds(plan: RunPlan) -> float:
+    """Seconds of the scan of a plan and of mirroring: `Estimate.seconds` without `update`."""
+    scan = scan_time(plan.schedule, plan.costs, plan.lockstep)
+    mirrored = mirrored_bytes(plan.config, plan.layout)
+    return scan + plan.seconds.sending(mirrored, costs_of(plan.config).message)
 
 
 def _simulated(plan: RunPlan) -> SimulationReport:

@@ -1,18 +1,31 @@
 """Seconds of every op: from sizes and a device's data sheet, or measured and read from a file."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from jaxpipe.config import Config, ConfigError, to_toml
-from jaxpipe.planning.costs import costs_of, essentials
+from jaxpipe.planning.collectives import resharding_of, sharing_of, tensor_of
+from jaxpipe.planning.costs import ITEMSIZE, LayerCosts, costs_of, essentials
+from jaxpipe.planning.seconds import (
+    NO_COPIES,
+    NO_EXCHANGE,
+    Copies,
+    LayerSeconds,
+    LayerShare,
+    OpSeconds,
+)
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.devices import DEVICES, Device
-from jaxpipe.schedule import Costs
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+__all__ = [
+    "ITEMSIZE", "NO_COPIES", "NO_EXCHANGE", "Copies", "Hardware", "LayerSeconds", "OpSeconds",
+    "analytic", "op_seconds", "own_costs", "read_own", "sharing_of", "write_own",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -27,6 +40,11 @@ class Hardware:
     link: float = 50e9  # bytes per second to one neighbouring pipeline rank, one way
     host: float = 50e9  # bytes per second to or from the host, of the 63 GB/s of PCIe 5.0 x16
     network: float = 50e9  # bytes per second to other replicas: one 400 Gb/s port per device
+
+    @property
+    def within(self) -> float:
+        """Bytes per second to another device of the host, one way."""
+        return self._sheet.link
 
     @property
     def flops(self) -> float:
@@ -55,125 +73,6 @@ class Hardware:
         return DEVICES[self.device]
 
 
-class Copies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of copies with the host in F, B and W of one of a stage's first `layers` layers.
-
-    BW copies what B does.
-    """
-
-    layers: int
-    F: float
-    B: float
-    W: float
-
-    def beside(self, copy: float, compute: float, count: int) -> float:
-        """Seconds of `count` layers with their copies, which may overlap compute of other layers.
-
-        The first copy starts after a layer's compute, or the last ends before one; the time is the
-        same.
-
-        >>> copies = Copies(layers=2, F=3.0, B=3.0, W=0.0)
-        >>> [copies.beside(copies.F, compute, 4) for compute in (4.0, 1.0)]
-        [16.0, 7.0]
-        """
-        copied, plain = min(self.layers, count), count * compute
-        if not copied:
-            return plain
-        return max(plain, compute + copy + (copied - 1) * max(compute, copy))
-
-
-NO_COPIES = Copies(layers=0, F=0.0, B=0.0, W=0.0)
-
-
-class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of F, B and W of one layer, and of BW if it was measured; else 0."""
-
-    F: float
-    B: float
-    W: float
-    BW: float = 0.0
-
-    @property
-    def whole_backward(self) -> float:
-        """Seconds of BW."""
-        return self.BW or self.B + self.W
-
-    def beside(self, more: "LayerSeconds") -> "LayerSeconds":
-        """Add the seconds of `more`."""
-        both = self.BW and self.BW + more.whole_backward
-        return LayerSeconds(self.F + more.F, self.B + more.B, self.W + more.W, both)
-
-
-NO_EXCHANGE = LayerSeconds(F=0.0, B=0.0, W=0.0)
-
-
-class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of one microbatch or slice on one device.
-
-    Attributes:
-      layer: one layer, compute alone unless measured.
-      transfer: a message to each of both neighbours at once, as every tick sends them.
-      copies: of residuals that are offloaded to the host; computed, never measured.
-      exchange: all-to-alls of a layer over ep; 0 if `layer` is measured and so contains them.
-      sharing: waits of a layer for replicas that share its sequences; 0 if `layer` is measured.
-    """
-
-    layer: LayerSeconds
-    head: float  # loss, its gradient and the gradients of its weights
-    transfer: float
-    embed: float = 0.0
-    embed_gradient: float = 0.0  # the embedding's share of B
-    copies: Copies = NO_COPIES
-    exchange: LayerSeconds = NO_EXCHANGE
-    sharing: LayerSeconds = NO_EXCHANGE
-
-    def sending(self, size: int, message: int) -> float:
-        """Seconds to send `size` bytes to a neighbour, if `message` bytes take `transfer`."""
-        return self.transfer * size / message
-
-    def costs(
-        self, layers: tuple[int, ...], *, shared_by: int = 0, split: bool = True, pairs: bool = True
-    ) -> Costs:
-        """Return the costs of stages; the first has the embedding, and the last the head in its F.
-
-        Args:
-          layers: number of layers per stage.
-          shared_by: ranks that share embedding and head (vocabulary-parallel); 0: none. All stages'
-            F then carry equal shares of the compute, and of four all-reduces per microbatch, each
-            of which sends 2 (P - 1) / P messages in a ring of P ranks.
-          split: whether B and W are separate; if not, each is half of BW.
-          pairs: whether exchanges of one half of a cell hide behind the other half.
-        """
-        rest = (0.0,) * (len(layers) - 1)
-        entered, left, returned = (
-            (self.embed, *rest),
-            (*rest, self.head),
-            (self.embed_gradient, *rest),
-        )
-        if shared_by:
-            sums = 4 * 2 * (shared_by - 1) * self.transfer
-            ends = self.embed + self.head + self.embed_gradient + sums
-            entered = (ends / len(layers),) * len(layers)
-            left = returned = (0.0,) * len(layers)
-        layer, copies, exchange = self.layer.beside(self.sharing), self.copies, self.exchange
-        b, w = (layer.B, copies.B, exchange.B), (layer.W, copies.W, exchange.W)
-        if not split:
-            b = w = layer.whole_backward / 2, copies.B / 2, (exchange.B + exchange.W) / 2
-
-        def layers_take(n: int, compute: float, copy: float, exchanged: float) -> float:
-            return copies.beside(copy, compute + exchanged, n)
-
-        f = layer.F, copies.F, exchange.F
-        exchanges = (tuple(n * op[-1] for n in layers) for op in (f, b, w))
-        return Costs(
-            F=tuple(layers_take(n, *f) + e + h for n, e, h in zip(layers, entered, left)),
-            B=tuple(layers_take(n, *b) + e for n, e in zip(layers, returned)),
-            W=tuple(layers_take(n, *w) for n in layers),
-            transfer=self.transfer,
-            exchange=Costs(*exchanges) if pairs and exchange != NO_EXCHANGE else None,
-        )
-
-
 def analytic(config: Config, hardware: Hardware) -> OpSeconds:
     """Compute seconds from FLOPs and bytes; a layer is the mean of the model's layers.
 
@@ -195,40 +94,43 @@ def analytic(config: Config, hardware: Hardware) -> OpSeconds:
             *(sum(kind.exchanged[op] for kind in layers) / len(layers) / hardware.network
               for op in ("F", "B", "W"))
         ),
-        sharing=sharing_of(config, hardware),
+        sharing=sharing_of(config, hardware).beside(resharding_of(config, hardware)),
+        tensor=tensor_of(config, hardware),
+        **_rates(config, hardware),
     )  # fmt: skip
 
 
-def sharing_of(config: Config, hardware: Hardware) -> LayerSeconds:
-    """Seconds for which the mean layer waits for the replicas that share its sequences.
+def _rates(config: Config, hardware: Hardware) -> dict[str, Any]:
+    """What measured seconds lack: shares of layers, and the rates of the links of a step."""
+    return {
+        "shares": shares_of(config, hardware),
+        "network": 1 / hardware.network,
+        "host": 1 / hardware.host,
+    }
 
-    A ring sends keys and values during attention to those already received, which is the causal
-    half of attention without the last ring position's share. All other traffic is waited for.
+
+def shares_of(config: Config, hardware: Hardware) -> tuple[LayerShare, ...]:
+    """What every layer takes, in mean layers, by its kind's FLOPs and bytes over ep.
+
+    Empty: layers are of one kind.
     """
-    costs, parallel = costs_of(config), config.parallel
-    if parallel.cp == 1:
-        return NO_EXCHANGE
-    layers = [costs.kinds[kind] for kind in costs.order]
-    behind = dict.fromkeys(("F", "B", "W"), 0.0)
-    if parallel.rings:
-        model, train = config.model, config.train
-        whole = model.flops_per_token(train.seq_len) - model.flops_per_token(0)
-        parts = parallel.rows_per_sequence * parallel.tp
-        tokens = train.microbatch_size * train.seq_len / parts
-        others = (parallel.ring - 1) / parallel.ring
-        # Of 12 FLOPs per query and key F computes 4, and causal attention reads half of the keys.
-        forwards = whole / len(layers) * tokens / 6 / hardware.flops * others
-        again = 1 if train.remat == "full" else 0
-        behind |= {"F": forwards, "B": (2.5 + again) * forwards}
+    costs = costs_of(config)
+    if len(costs.kinds) == 1:
+        return ()
 
-    def waits(op: str) -> float:
-        sent, turned = (
-            sum(each[op] for each in sizes) / len(layers) / hardware.network
-            for sizes in zip(*((kind.shared, kind.turned) for kind in layers))
-        )
-        return sent - turned + max(0.0, turned - behind[op])
+    def relative(of: Callable[[LayerCosts], float]) -> dict[str, float]:
+        each = {name: of(kind) for name, kind in costs.kinds.items()}
+        mean = sum(each[name] for name in costs.order) / len(costs.order)
+        return {name: value / mean if mean else 1.0 for name, value in each.items()}
 
-    return LayerSeconds(*map(waits, ("F", "B", "W")))
+    computed = {
+        op: relative(lambda kind, op=op: hardware.seconds(getattr(kind, op), kind.in_fp8[op]))
+        for op in ("F", "B", "W")
+    }
+    exchanged = relative(lambda kind: sum(kind.exchanged.values()))
+    return tuple(
+        LayerShare(*(op[name] for op in computed.values()), exchanged[name]) for name in costs.order
+    )
 
 
 def copies_of(config: Config, hardware: Hardware) -> Copies:
@@ -284,12 +186,13 @@ def measured_seconds(config: Config) -> OpSeconds | None:
 def op_seconds(config: Config, hardware: Hardware | None = None) -> OpSeconds:
     """Return measured seconds if there are any (`parallel.costs`), else those of the hardware.
 
-    Copies with the host are never measured.
+    Copies with the host are never measured, nor what layers of one kind take of the mean layer.
     """
     hardware, measured = hardware or Hardware(), measured_seconds(config)
     if measured is None:
         return analytic(config, hardware)
-    return msgspec.structs.replace(measured, copies=copies_of(config, hardware))
+    copies = copies_of(config, hardware)
+    return msgspec.structs.replace(measured, copies=copies, **_rates(config, hardware))
 
 
 def own_costs(config: Config) -> Path:

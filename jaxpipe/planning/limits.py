@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from jaxpipe.config import Config
 from jaxpipe.config.units import parse_bytes, readable_bytes
-from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.hardware import ITEMSIZE
+from jaxpipe.planning.costs import ITEMSIZE, costs_of
 from jaxpipe.planning.memory import logits_of, rank_bytes
 from jaxpipe.runtime.environment import usable_share
 from jaxpipe.schedule import LIMITS, MemoryCosts, ScheduleError

@@ -1,22 +1,21 @@
 """Bytes on one device: the largest rank's, since one program sizes all ranks' buffers alike."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from jaxpipe.config import Config, OptimizerConfig
-from jaxpipe.partition.leaf import DP, EP, PP, RP, TP, ZERO_AXES, ShardingPlan
-from jaxpipe.planning.costs import LayerCosts, ModelCosts, costs_of, essentials, size_of
-from jaxpipe.planning.hardware import ITEMSIZE
+from jaxpipe.config import Config
+from jaxpipe.planning.costs import (
+    ITEMSIZE,
+    LayerCosts,
+    ModelCosts,
+    costs_of,
+    size_of,
+)
+from jaxpipe.planning.stored import FLOAT32, StoredValues, stored_values
 from jaxpipe.schedule import Placement, Tables
 
 if TYPE_CHECKING:
     from jaxpipe.parallel import StageLayout
-
-_FLOAT32 = 4
-Axes = tuple[str, ...]
-Part = Callable[[Any], Any]  # a stage-stacked tree to the subtree of a layer, or of embed_head
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,12 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
     train, parallel = config.train, config.parallel
     item, costs = ITEMSIZE[train.compute_dtype], costs_of(config)
     mirrored = layout.mirrored
-    by_kind, (end, frozen_end) = _values(config)
+    by_kind, (end, frozen_end) = stored_values(config)
     kinds = [by_kind[kind] for kind in layout.slot_kinds]
-    held, frozen = (_Values(*map(sum, zip(*values))) for values in zip(*kinds))
+    held, frozen = (StoredValues(*map(sum, zip(*values))) for values in zip(*kinds))
     sums = held.part if parallel.reshards else held.whole
     overlaps = train.fused_steps > 1 and not mirrored
-    cast = item != _FLOAT32 or overlaps  # parameters that change in a program are copied for ops
+    cast = item != FLOAT32 or overlaps  # parameters that change in a program are copied for ops
     read = end.whole * (cast or end.whole != end.part)
     read += frozen_end.whole * (frozen_end.whole != frozen_end.part)
     of_layers = bool(costs.reads and parallel.ends_shared_by)
@@ -90,12 +89,12 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
         host = rings.host
     moments = held.moments + end.moments
     return RankBytes(
-        parameters=_FLOAT32 * (held.part + end.part) + item * (frozen.part + frozen_end.part),
+        parameters=FLOAT32 * (held.part + end.part) + item * (frozen.part + frozen_end.part),
         optimizer=0 if train.offload_moments else moments,
-        gradients=_FLOAT32 * (sums * (1 + mirrored) + end.whole + of_layers * end.of_layers),
+        gradients=FLOAT32 * (sums * (1 + mirrored) + end.whole + of_layers * end.of_layers),
         copies=item * read,
         activations=activations,
-        head=_FLOAT32 * (2 * logits + matrix * (train.loss_chunks > 1)),
+        head=FLOAT32 * (2 * logits + matrix * (train.loss_chunks > 1)),
         host=host + train.offload_moments * moments,
         kept=overlaps * (held.of_rank + end.of_rank + frozen.of_rank + frozen_end.of_rank),
     )
@@ -158,116 +157,8 @@ def ring_bytes(kind: LayerCosts, tables: Tables, *, on_host: bool = False) -> Ri
     return RingBytes(rest, with_residuals) if on_host else RingBytes(with_residuals + rest, 0)
 
 
-def mirrored_bytes(config: Config, layout: "StageLayout") -> int:
-    """Bytes that a rank of a bidirectional schedule sends per step for its second copy of a stage.
-
-    Parameters are sent in the compute dtype, and the sums of their gradients return in float32.
-    """
-    if not layout.mirrored:
-        return 0
-    by_kind, _ = _values(config)
-
-    def sent(values: _Values) -> int:
-        return values.part if config.parallel.reshards else values.whole
-
-    item = ITEMSIZE[config.train.compute_dtype]
-    return sum(
-        item * (sent(trained) + sent(frozen)) + _FLOAT32 * sent(trained)
-        for trained, frozen in (by_kind[kind] for kind in layout.slot_kinds)
-    )
-
-
 def layout_of(config: Config, placement: Placement, layers: tuple[int, ...]) -> "StageLayout":
     """Return the stage layout of a configuration's layers under a placement."""
     from jaxpipe.parallel import StageLayout
 
     return StageLayout(layers, placement, costs_of(config).order)
-
-
-class _Values(NamedTuple):
-    """What one device stores of a layer of some kind, or of embedding, final norm and head.
-
-    Attributes:
-      part: number of values of the stored parameters.
-      whole: parameters as ops read them: all-gathered over replicas, embed_head also over pp.
-      of_layers: parameters as layers read them, those of embed_head all-gathered over pp even where
-        embedding and head are vocabulary-parallel.
-      moments: bytes of the optimizer's moments.
-      of_rank: bytes of parameters and moments, those of embed_head all-gathered over pp.
-    """
-
-    part: int
-    whole: int
-    of_layers: int
-    moments: int
-    of_rank: int
-
-
-TrainedAndFrozen = tuple[_Values, _Values]
-
-
-def _values(config: Config) -> tuple[dict[str, TrainedAndFrozen], TrainedAndFrozen]:
-    """What one device stores of a layer of each kind, and of embed_head."""
-    parallel = config.parallel
-    shards = parallel.dp // (parallel.dp_replicate * parallel.ep)
-    sizes = parallel.pp, parallel.dp_replicate, shards, parallel.ep, parallel.tp
-    return _values_on(essentials(config), config.optimizer, sizes, parallel.zero_stage)
-
-
-@lru_cache(maxsize=256)  # candidates differ in their schedules alone
-def _values_on(
-    model: Config, optimizer: OptimizerConfig, sizes: tuple[int, ...], zero_stage: int
-) -> tuple[dict[str, TrainedAndFrozen], TrainedAndFrozen]:
-    """`_values` on a mesh of these sizes. Moments are what the optimizer's `init` returns.
-
-    Arrays of an optimizer that belong to no parameter, such as a count, are left out.
-    """
-    import jax  # imported here: planning imports no jax
-
-    from jaxpipe.optimizer import build
-    from jaxpipe.parallel import Sharding, is_stage_stacked
-
-    costs = costs_of(model)
-    kinds = [kind.parameters for kind in costs.kinds.values()]
-    mesh = jax.sharding.AbstractMesh(sizes, (PP, RP, DP, EP, TP))
-    sharding = Sharding(mesh, costs.ends.specs, lambda slot: kinds[slot].specs, zero_stage)
-    stack = lambda leaf: jax.ShapeDtypeStruct((sizes[0], *leaf.shape), leaf.dtype)  # noqa: E731
-    layers = tuple(jax.tree.map(stack, kind.shapes) for kind in kinds)
-    params = {"embed_head": costs.ends.shapes, "layers": layers}
-    params = jax.eval_shape(sharding.pad, params)
-    state = jax.eval_shape(build(optimizer, 1, sharding.param_shardings).init, params)
-    state = [
-        tree for tree in jax.tree.leaves(state, is_leaf=is_stage_stacked) if is_stage_stacked(tree)
-    ]
-
-    def values(part: Part, ranks: Axes, trained: bool) -> _Values:
-        def held(tree: Any, gathered: Axes = (), always: Axes = (), unit: int = 0) -> int:
-            """Bytes of the part on a device, gathered over some axes; `unit`: of a value."""
-            leaves, stored = jax.tree.leaves(part(tree)), part(sharding.param_shardings(tree))
-            return sum(
-                (unit or leaf.dtype.itemsize)
-                * ShardingPlan(how.dim_axes, how.padding).shard_size(
-                    how.unpadded_shape(leaf.shape), mesh.shape,
-                    gathered=(*always, *(a for a in gathered if a not in how.param.sharded_axes)),
-                )
-                for leaf, how in zip(leaves, jax.tree.leaves(stored))
-                if how.param.trained == trained
-            )  # fmt: skip
-
-        item = _FLOAT32 if trained else ITEMSIZE[model.train.compute_dtype]
-        return _Values(
-            part=held(params, unit=1),
-            whole=held(params, (*ZERO_AXES, *ranks), unit=1),
-            of_layers=held(params, ZERO_AXES, always=ranks, unit=1),
-            moments=sum(held(tree) for tree in state),
-            of_rank=held(params, ranks, unit=item) + sum(held(tree, ranks) for tree in state),
-        )
-
-    def both(part: Part, ranks: Axes = ()) -> TrainedAndFrozen:
-        return values(part, ranks, trained=True), values(part, ranks, trained=False)
-
-    by_kind = {
-        name: both(lambda tree, slot=slot: tree["layers"][slot])
-        for slot, name in enumerate(costs.kinds)
-    }
-    return by_kind, both(lambda tree: tree["embed_head"], (PP,))

@@ -296,8 +296,13 @@ def _placement_of(config: Config) -> Placement:
     family = find_family(config.parallel.schedule)
     if family.is_searched:
         return family.place_stages(config.parallel.pp)
+    return schedule_of(config).placement
+
+
+def schedule_of(config: Config) -> Schedule:
+    """The configuration's schedule, which is not searched; raises `ScheduleError` without one."""
     sizes, options = _build_options(config)
-    return _build(*sizes, tuple(options.items())).placement
+    return _build(*sizes, tuple(options.items()))
 
 
 def _build_options(config: Config) -> tuple[tuple[str, int, int], dict[str, Any]]:
@@ -314,7 +319,7 @@ def _build_options(config: Config) -> tuple[tuple[str, int, int], dict[str, Any]
     return (name, parallel.pp, config.train.grad_accum_steps), options
 
 
-@lru_cache(maxsize=8)  # "auto" compares two plans that mostly have the same schedule
+@lru_cache(maxsize=128)  # "auto" compares plans of one schedule, a search of layouts of many
 def _build(name: str, pp: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Schedule:
     schedule = build(name, pp=pp, microbatches=microbatches, **dict(options))
     validate(schedule)

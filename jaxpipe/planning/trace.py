@@ -29,8 +29,17 @@ from jaxpipe.planning.model import model_of
 Tree = Any
 
 
-def trace(config: Config) -> ModelCosts:
-    """Trace the costs of a configuration's model on the smallest mesh with its cp, ep and tp."""
+def trace(
+    config: Config, *, layers: ModelCosts | None = None, ends: ModelCosts | None = None
+) -> ModelCosts:
+    """Trace the costs of a configuration's model on the smallest mesh with its cp, ep and tp.
+
+    Args:
+      config: the settings that costs depend on (`costs.essentials`).
+      layers: costs of a configuration whose layers are the same, which are not traced again.
+      ends: costs of a configuration whose embedding and head are the same.
+    """
+    known_layers, known_ends = layers, ends
     model, parallel, train = model_of(config), config.parallel, config.train
     functions = model.functions
     replicas = lcm(parallel.cp, parallel.ep) // parallel.ep
@@ -57,7 +66,7 @@ def trace(config: Config) -> ModelCosts:
         context = Context(rows, index, None, functions.variables, read)
         policy = POLICIES[train.remat]
         kinds = {}
-        for name, params in layers.items():
+        for name, params in () if known_layers else layers.items():
             kind = functions.kinds_by_name[name]
             run = TracedKind.trace(name, kind, params, x, context, policy, trained)
             seen = context._replace(state=run.state, embed_head=embed_head_of(kind, read))
@@ -67,8 +76,12 @@ def trace(config: Config) -> ModelCosts:
             return functions.head(merge(trained, own, ends), x, rows).sum()
 
         loss_and_gradients = jax.grad(total, argnums=(0, 1), allow_int=True)
-        head = _flops(loss_and_gradients, select(trained, ends), x, rows)
+        if known_ends:
+            head = known_ends.head
+        else:
+            head = _flops(loss_and_gradients, select(trained, ends), x, rows)
         reads = any(functions.kinds_by_name[name].reads for name in layers)
+        kinds = known_layers.kinds if known_layers else kinds
         costs.append(ModelCosts(kinds, order, head, _bytes(x), of_ends, reads))
 
     arguments = (
@@ -104,7 +117,8 @@ def sent_bytes(
 
     Collectives may be in smaller groups. A permute sends its operand, an all-to-all and a
     reduce-scatter all of it but the device's own shard; an all-gather sends it to every other
-    device. Loops count as in `product_flops`. With `round_ring` only permutes count.
+    device; an all-reduce is a reduce-scatter and an all-gather of the shards. Loops count as in
+    `product_flops`. With `round_ring` only permutes count.
     """
 
     def times(name: str, members: int) -> float | None:
@@ -112,6 +126,7 @@ def sent_bytes(
         if name == "ppermute":
             return 1
         known = {
+            "psum": 2 * others / members,
             "all_gather": others,
             "all_to_all": others / members,
             "reduce_scatter": others / members,
@@ -119,7 +134,8 @@ def sent_bytes(
         return None if round_ring else known.get(name)
 
     def sent(eqn: JaxprEqn) -> float | None:
-        over, groups = eqn.params.get("axis_name", ()), eqn.params.get("axis_index_groups")
+        over, groups = eqn.params.get("axis_name"), eqn.params.get("axis_index_groups")
+        over = eqn.params.get("axes", ()) if over is None else over
         size = times(eqn.primitive.name, len(groups[0]) if groups else devices)
         if size is None or axes != ((over,) if isinstance(over, str) else over):
             return None
@@ -206,6 +222,7 @@ def _layer_costs(
         exchanged=sent((EP,), parallel.ep),
         shared=sent(ZERO_AXES, parallel.cp),
         turned=sent(ZERO_AXES, parallel.cp, round_ring=True),
+        tensor=sent((TP,), parallel.tp),
         waits={"for_b": residuals.for_b, "for_w": residuals.for_w, "stash": split.stash},
         state=_bytes(run.state),
         parameters=parameters,

@@ -12,22 +12,24 @@ class Device(NamedTuple):
     Attributes:
       flops: dense bfloat16 FLOP/s, without sparsity.
       memory: bytes.
+      link: bytes per second to another device of the host, one way: NVLink, or PCIe.
       fp8: dense FLOP/s of 8-bit floats; 0: the device does not multiply them.
     """
 
     flops: float
     memory: int
+    link: float
     fp8: float = 0
 
 
 _GB = 10**9
 DEVICES: dict[str, Device] = {
-    "B200": Device(2250e12, 180 * _GB, 4500e12),
-    "H200": Device(989e12, 141 * _GB, 1979e12),
-    "H100": Device(989e12, 80 * _GB, 1979e12),
-    "A100": Device(312e12, 80 * _GB),
-    "L40S": Device(362e12, 48 * _GB, 733e12),
-    "RTX 4090": Device(165e12, 24 * _GB, 330e12),
+    "B200": Device(2250e12, 180 * _GB, 900e9, 4500e12),
+    "H200": Device(989e12, 141 * _GB, 450e9, 1979e12),
+    "H100": Device(989e12, 80 * _GB, 450e9, 1979e12),
+    "A100": Device(312e12, 80 * _GB, 300e9),
+    "L40S": Device(362e12, 48 * _GB, 32e9, 733e12),
+    "RTX 4090": Device(165e12, 24 * _GB, 32e9, 330e12),
 }
 
 

@@ -133,7 +133,7 @@ IsReady = Callable[
 ]  # (action, value computed in the same cell) -> are its inputs available
 
 
-@lru_cache(maxsize=32)  # the same schedule is timed, simulated, lowered and drawn; a plan has ~24
+@lru_cache(maxsize=256)  # a schedule is timed, simulated, lowered and drawn; a search has hundreds
 def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
     """Return the grid `[tick][rank]`, every cell in the first tick its order and inputs allow.
 

@@ -16,7 +16,7 @@ from jaxpipe.gpu.temporaries import SourceLines, Temporary, read_temporaries
 from jaxpipe.planning import arrange
 from jaxpipe.runtime.devices import Device
 
-SHEET = Device(flops=1e3, memory=1, fp8=2e3)
+SHEET = Device(flops=1e3, memory=1, link=1, fp8=2e3)
 BANDWIDTH = 1e4
 
 

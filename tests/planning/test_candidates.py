@@ -24,7 +24,7 @@ from jaxpipe.planning import (
     estimates,
 )
 from jaxpipe.planning.helpers import begin, helpers
-from jaxpipe.planning.memory import mirrored_bytes
+from jaxpipe.planning.traffic import mirrored_bytes
 from jaxpipe.schedule import Lockstep, ScheduleVariant, build, write_schedule
 from jaxpipe.training.trainer import Trainer
 

@@ -144,7 +144,7 @@ def test_a_second_copy_of_the_stages_costs_its_messages():
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
     one, other = found["dualpipe"], found["1f1b"]
     assert one.mirroring == pytest.approx(2 * layer * (2 + 4) / 1e15)
-    assert one.seconds == one.report.scan_makespan + one.mirroring
+    assert one.seconds == one.report.scan_makespan + one.mirroring + one.update
     assert other.mirroring == 0
 
 

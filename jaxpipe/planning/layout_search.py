@@ -1,0 +1,227 @@
+"""The fastest configurations within the memory of a device: branch and bound over a space."""
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+
+from msgspec import structs
+
+from jaxpipe.config import Config
+from jaxpipe.planning.bounds import LeastLayout, ScheduleFacts, least_residuals, least_seconds
+from jaxpipe.planning.devices import Devices
+from jaxpipe.planning.estimate import Estimate, estimate, step_seconds, update_seconds
+from jaxpipe.planning.hardware import Hardware, OpSeconds, op_seconds
+from jaxpipe.planning.memory import layout_of, rank_bytes
+from jaxpipe.planning.resolve import RunPlan, arrange, layers_of, schedule_of
+from jaxpipe.planning.space import SearchSpace
+from jaxpipe.runtime.environment import usable_share
+from jaxpipe.schedule import Placement, Schedule, ScheduleError, find_family
+
+# bytes and seconds of every way to store the state, by microbatch size, placement and layers
+_States = dict[tuple[int, Placement, tuple[int, ...]], list[tuple[int, float]]]
+_ROUNDING = 1 - 1e-9  # of sums in another order
+
+
+@dataclass(frozen=True, order=True)
+class Found:
+    """A configuration with what it needs.
+
+    They are in order of preference: of equally fast ones the one that offloads less, then the one
+    that needs less memory.
+
+    Attributes:
+      seconds: of a step.
+      offloaded: layers of a stage whose residuals are on the host, and 1 more for moments.
+      bytes: of a device.
+      number: position in the space, which decides between equals.
+      plan: with the seconds of ops by which it was simulated.
+    """
+
+    seconds: float
+    offloaded: int
+    bytes: int
+    number: int
+    plan: RunPlan
+
+    def estimate(self) -> Estimate:
+        """All that a plan's table says of it."""
+        return replace(estimate(self.plan), configured=True)
+
+
+@dataclass
+class SearchResult:
+    """The best of a search, and how much it looked at.
+
+    Attributes:
+      best: the fastest of every schedule on every shape, the fastest first.
+      candidates: configurations of the space whose time was bounded.
+      simulated: those whose schedule was simulated.
+      least: the smallest memory that anything was found to need, and its configuration.
+    """
+
+    best: list[Found]
+    candidates: int = 0
+    simulated: int = 0
+    least: tuple[float, Config] | None = None
+
+    def note(self, size: float, config: Config) -> None:
+        """Remember the configuration that needs least memory."""
+        if self.least is None or size < self.least[0]:
+            self.least = size, config
+
+
+class LayoutSearch:
+    """A search of a space for devices of one kind.
+
+    Args:
+      space: the configurations.
+      hardware: by which ops are timed, as `plan` times them.
+      memory: bytes of a device; a configuration may need the share that jax allocates.
+      keep: number of results.
+    """
+
+    def __init__(self, space: SearchSpace, hardware: Hardware, memory: float, keep: int = 10):
+        self.space, self.hardware, self.keep = space, hardware, keep
+        self.usable = memory * usable_share()
+        # A run knows the device, and not these links.
+        self._devices = Devices(memory=memory, hardware=Hardware(hardware.device))
+        self._facts: dict[tuple[object, ...], ScheduleFacts] = {}
+
+    def run(self) -> SearchResult:
+        """Return the best of the space: what `every` has, without simulating most of it.
+
+        Candidates are simulated in the order of their lower bounds (`bounds.least_seconds`, with
+        the shortest update), until that of the next exceeds the time of the last result. Those that
+        need too much memory by `bounds.least_residuals` are left out.
+        """
+        result = SearchResult([])
+        for bound, number, scheduled in sorted(self._bounded(result), key=lambda one: one[:2]):
+            if len(result.best) == self.keep and bound > result.best[-1].seconds:
+                break
+            result.simulated += 1
+            if (found := self._fastest(scheduled, number, result)) is not None:
+                bisect.insort(result.best, found)
+                del result.best[self.keep :]
+        return result
+
+    def every(self) -> Iterator[Found]:
+        """Yield the fastest of every schedule on every shape, without any bound (slow)."""
+        result = SearchResult([])
+        schedules = (
+            scheduled
+            for mesh in self.space.meshes()
+            for shape in self.space.shapes(mesh)
+            for scheduled in self.space.schedules(shape)
+        )
+        for number, scheduled in enumerate(schedules):
+            if (found := self._fastest(scheduled, number, result)) is not None:
+                yield found
+
+    def _bounded(self, result: SearchResult) -> Iterator[tuple[float, int, Config]]:
+        """Yield candidates that may fit, with a lower bound on their seconds and their number.
+
+        The state of a mesh is least with the smallest microbatches, and no remat changes it: where
+        that does not fit, no other shape of the mesh does.
+        """
+        numbers = count()
+        for mesh in self.space.meshes():
+            states: _States = {}
+            for shape in self.space.shapes(mesh):
+                if not self._may_fit(shape, result):
+                    break
+                yield from self._bounded_schedules(shape, states, result, numbers)
+
+    def _may_fit(self, shape: Config, result: SearchResult) -> bool:
+        layout, sizes = LeastLayout.of(shape), []
+        for one in self.space.storages(shape):
+            sizes.append(rank_bytes(one, layout, None).total)
+            result.note(sizes[-1], one)
+        return min(sizes) <= self.usable
+
+    def _bounded_schedules(
+        self, shape: Config, states: _States, result: SearchResult, numbers: Iterator[int]
+    ) -> Iterator[tuple[float, int, Config]]:
+        timed: dict[int, OpSeconds] = {}
+        for scheduled in self.space.schedules(shape):
+            number, offloaded = next(numbers), scheduled.train.offload_layers
+            result.candidates += 1
+            try:
+                facts = self._facts_of(scheduled)
+                layers = layers_of(scheduled, facts.placement, self._devices)
+            except ScheduleError as error:
+                self.space.refusals[str(error)] = None
+                continue
+            if offloaded not in timed:
+                timed[offloaded] = self._least_seconds_of(scheduled)
+            seconds, layout = timed[offloaded], layout_of(scheduled, facts.placement, layers)
+            key = shape.train.microbatch_size, facts.placement, layers
+            if key not in states:
+                states[key] = [
+                    (rank_bytes(one, layout, None).total, update_seconds(one, layout, seconds))
+                    for one in self.space.storages(scheduled)
+                ]
+            stored = least_residuals(scheduled, facts, layout)
+            fitting = [update for size, update in states[key] if size + stored <= self.usable]
+            if fitting:
+                costs = seconds.costs(
+                    layers, shared_by=shape.parallel.ends_shared_by, split=facts.is_split
+                )
+                bound = least_seconds(facts, costs) + min(fitting)
+                if shape.parallel.layer_split == "balanced" and scheduled.parallel.memory_limit:
+                    bound = 0.0  # the limit may ask for other layers
+                yield bound * _ROUNDING, number, scheduled
+
+    def _least_seconds_of(self, scheduled: Config) -> OpSeconds:
+        """The least seconds of ops of a schedule: those without gathers in every action."""
+        parallel = structs.replace(scheduled.parallel, zero_stage=0)
+        return op_seconds(structs.replace(scheduled, parallel=parallel), self.hardware)
+
+    def _facts_of(self, config: Config) -> ScheduleFacts:
+        """The facts of a configuration's schedule; raises `ScheduleError` if there is none."""
+        parallel, family = config.parallel, find_family(config.parallel.schedule)
+        forwards = config.scheduled_microbatches
+        key = (
+            family.name, parallel.pp, forwards, parallel.slices, parallel.virtual_stages,
+            parallel.breadth, parallel.in_flight, parallel.schedule_file,
+        )  # fmt: skip
+        if key not in self._facts:
+            if family.is_searched:
+                placement = family.place_stages(parallel.pp)
+                self._facts[key] = ScheduleFacts.of_search(placement, forwards)
+            else:
+                schedule: Schedule = schedule_of(config)
+                in_order = not parallel.in_flight
+                self._facts[key] = ScheduleFacts.of_schedule(schedule, in_order=in_order)
+        return self._facts[key]
+
+    def _fastest(self, scheduled: Config, number: int, result: SearchResult) -> Found | None:
+        """The fastest way to store the state of a schedule within the memory; None: there is none.
+
+        ZeRO stages have the same scan, unless every action gathers its layers.
+        """
+        timed: dict[object, tuple[RunPlan, float]] = {}
+        fitting = []
+        for one in self.space.storages(scheduled):
+            # Under "auto" the schedule depends on the memory that the state leaves.
+            key = one if one.parallel.memory_limit == "auto" else one.parallel.reshards
+            if not self.space.is_legal(one):
+                continue
+            try:
+                if key not in timed:
+                    seconds = op_seconds(one, self.hardware)
+                    plan = replace(arrange(one, self._devices), seconds=seconds)
+                    timed[key] = plan, step_seconds(plan)
+            except ScheduleError as error:
+                self.space.refusals[str(error)] = None
+                continue
+            plan, scan = timed[key]
+            config = self.space.stored_as(plan.config, one)
+            size = rank_bytes(config, plan.layout, plan.tables).total
+            result.note(size, config)
+            if size <= self.usable:
+                seconds = scan + update_seconds(config, plan.layout, plan.seconds)
+                away = config.train.offload_layers + config.train.offload_moments
+                stored = replace(plan, config=config)
+                fitting.append(Found(seconds, away, size, number, stored))
+        return min(fitting, key=lambda one: (one.seconds, one.offloaded, one.bytes), default=None)

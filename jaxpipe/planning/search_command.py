@@ -1,0 +1,51 @@
+"""The command `plan --search`: its arguments, and the search that they ask for."""
+
+import argparse
+
+from jaxpipe import config as configs
+from jaxpipe.config import ConfigError
+from jaxpipe.config.reading import read_overrides
+from jaxpipe.planning.estimate import Estimate
+from jaxpipe.planning.hardware import Hardware
+from jaxpipe.planning.layout_search import LayoutSearch, SearchResult
+from jaxpipe.planning.search_table import nothing_found
+from jaxpipe.planning.space import SearchSpace
+from jaxpipe.runtime.devices import DEVICES
+
+_OF_PLANS = ("costs", "lengths", "bubble", "fused_steps", "show", "timeline", "picture", "html")
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise `ConfigError` for options of `plan` that do not go with `--search`."""
+    if len(arguments.devices or ()) != 1 or arguments.devices[0] < 1 or arguments.schedules:
+        raise ConfigError("--search needs one number of devices: give --devices N, no --schedules.")
+    if others := [name for name in _OF_PLANS if getattr(arguments, name)]:
+        given = ", ".join(f"--{name}".replace("_", "-") for name in others)
+        raise ConfigError(f"{given} with --search: write what it finds, and plan that with them.")
+    file = arguments.write
+    if file and file.suffix != ".toml":
+        raise ConfigError(f"--write {file}: with --search give a name that ends in .toml.")
+    cards = arguments.check_gpu or ()
+    if len(cards) > 1 or any(card.upper() != arguments.device for card in cards):
+        raise ConfigError(
+            f"--check-gpu {','.join(cards)} with --search --device {arguments.device}: a search is "
+            f"for one device, so give both the same."
+        )
+
+
+def search_layouts(
+    arguments: argparse.Namespace, hardware: Hardware
+) -> tuple[list[Estimate], SearchResult]:
+    """Return the best of the search that arguments of `plan` ask for, the fastest first.
+
+    Raises `ConfigError` where nothing is possible, or nothing fits.
+    """
+    config = configs.load(arguments.config, arguments.overrides)
+    given = read_overrides(arguments.overrides)
+    fixed = [f"{section}.{key}" for section, settings in given.items() for key in settings]
+    space = SearchSpace(config, arguments.devices[0], fixed)
+    search = LayoutSearch(space, hardware, arguments.memory or DEVICES[arguments.device].memory)
+    result = search.run()
+    if not result.best:
+        raise ConfigError(nothing_found(search, result))
+    return [one.estimate() for one in result.best], result

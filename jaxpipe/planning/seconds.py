@@ -1,0 +1,166 @@
+"""Seconds of the operations of one device, and the costs of stages that follow."""
+
+from itertools import accumulate, pairwise
+
+import msgspec
+
+from jaxpipe.schedule import Costs
+
+_SHARED = ("F", "B", "W", "exchange")
+
+
+class Copies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of copies with the host in F, B and W of one of a stage's first `layers` layers.
+
+    BW copies what B does.
+    """
+
+    layers: int
+    F: float
+    B: float
+    W: float
+
+    def beside(self, copy: float, compute: float, count: int) -> float:
+        """Seconds of `count` layers with their copies, which may overlap compute of other layers.
+
+        The first copy starts after a layer's compute, or the last ends before one; the time is the
+        same.
+
+        >>> copies = Copies(layers=2, F=3.0, B=3.0, W=0.0)
+        >>> [copies.beside(copies.F, compute, 4) for compute in (4.0, 1.0)]
+        [16.0, 7.0]
+        """
+        copied, plain = min(self.layers, count), count * compute
+        if not copied:
+            return plain
+        return max(plain, compute + copy + (copied - 1) * max(compute, copy))
+
+
+NO_COPIES = Copies(layers=0, F=0.0, B=0.0, W=0.0)
+
+
+class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of F, B and W of one layer, and of BW if it was measured; else 0."""
+
+    F: float
+    B: float
+    W: float
+    BW: float = 0.0
+
+    @property
+    def whole_backward(self) -> float:
+        """Seconds of BW."""
+        return self.BW or self.B + self.W
+
+    def beside(self, more: "LayerSeconds") -> "LayerSeconds":
+        """Add the seconds of `more`."""
+        both = self.BW and self.BW + more.whole_backward
+        return LayerSeconds(self.F + more.F, self.B + more.B, self.W + more.W, both)
+
+
+NO_EXCHANGE = LayerSeconds(F=0.0, B=0.0, W=0.0)
+
+
+class LayerShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one layer takes, in mean layers: compute of F, B and W, and all-to-alls over ep."""
+
+    F: float = 1.0
+    B: float = 1.0
+    W: float = 1.0
+    exchange: float = 1.0
+
+
+class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of one microbatch or slice on one device.
+
+    Attributes:
+      layer: the mean layer, compute alone unless measured.
+      transfer: a message to each of both neighbours at once, as every tick sends them.
+      copies: of residuals that are offloaded to the host; computed, never measured.
+      exchange: all-to-alls of a layer over ep; 0 if `layer` is measured and so contains them.
+      sharing: waits of a layer for replicas: those that share its sequences, and those that have
+        the other shards of its parameters where every action gathers them; 0 if `layer` is
+        measured.
+      tensor: collectives of a layer over tp; 0 if `layer` is measured and so contains them.
+      shares: what every layer takes, in mean layers; empty: all are alike.
+      network, host: seconds per byte to replicas, and between a device and its host; never
+        measured.
+    """
+
+    layer: LayerSeconds
+    head: float  # loss, its gradient and the gradients of its weights
+    transfer: float
+    embed: float = 0.0
+    embed_gradient: float = 0.0  # the embedding's share of B
+    copies: Copies = NO_COPIES
+    exchange: LayerSeconds = NO_EXCHANGE
+    sharing: LayerSeconds = NO_EXCHANGE
+    tensor: LayerSeconds = NO_EXCHANGE
+    shares: tuple[LayerShare, ...] = ()
+    network: float = 0.0
+    host: float = 0.0
+
+    def sending(self, size: int, message: int) -> float:
+        """Seconds to send `size` bytes to a neighbour, if `message` bytes take `transfer`."""
+        return self.transfer * size / message
+
+    def costs(
+        self, layers: tuple[int, ...], *, shared_by: int = 0, split: bool = True, pairs: bool = True
+    ) -> Costs:
+        """Return the costs of stages; the first has the embedding, and the last the head in its F.
+
+        Args:
+          layers: number of layers per stage.
+          shared_by: ranks that share embedding and head (vocabulary-parallel); 0: none. All stages'
+            F then carry equal shares of the compute, and of four all-reduces per microbatch, each
+            of which sends 2 (P - 1) / P messages in a ring of P ranks.
+          split: whether B and W are separate; if not, each is half of BW.
+          pairs: whether exchanges of one half of a cell hide behind the other half.
+        """
+        rest = (0.0,) * (len(layers) - 1)
+        entered, left, returned = (
+            (self.embed, *rest),
+            (*rest, self.head),
+            (self.embed_gradient, *rest),
+        )
+        if shared_by:
+            sums = 4 * 2 * (shared_by - 1) * self.transfer
+            ends = self.embed + self.head + self.embed_gradient + sums
+            entered = (ends / len(layers),) * len(layers)
+            left = returned = (0.0,) * len(layers)
+        stages = [self._of_stage(part, split=split) for part in self._shares_of(layers)]
+        exchange = None
+        if pairs and self.exchange != NO_EXCHANGE:
+            exchange = Costs(*zip(*(exchanged for _, exchanged in stages)))
+        return Costs(
+            F=tuple(taken[0] + e + h for (taken, _), e, h in zip(stages, entered, left)),
+            B=tuple(taken[1] + e for (taken, _), e in zip(stages, returned)),
+            W=tuple(taken[2] for taken, _ in stages),
+            transfer=self.transfer,
+            exchange=exchange,
+        )
+
+    def _shares_of(self, layers: tuple[int, ...]) -> list[tuple[LayerShare, ...]]:
+        """The shares of the layers of every stage."""
+        every = self.shares or (LayerShare(),) * sum(layers)
+        return [every[a:b] for a, b in pairwise(accumulate(layers, initial=0))]
+
+    def _of_stage(
+        self, layers: tuple[LayerShare, ...], *, split: bool
+    ) -> tuple[list[float], list[float]]:
+        """Seconds of F, B and W of a stage without embedding and head, and all-to-alls of it."""
+        n, copies, exchange = len(layers), self.copies, self.exchange
+        f, b, w, x = (sum(getattr(one, of) for one in layers) / n for of in _SHARED)
+        waits, layer = self.sharing.beside(self.tensor), self.layer
+        mean = layer.B + layer.W
+        both = (b * layer.B + w * layer.W) / mean if mean else 1.0
+        computed = [f * layer.F + waits.F, b * layer.B + waits.B, w * layer.W + waits.W]
+        exchanged = [x * op for op in (exchange.F, exchange.B, exchange.W)]
+        copied = [copies.F, copies.B, copies.W]
+        if not split:  # each half of BW is alike
+            whole = both * layer.whole_backward + waits.whole_backward
+            computed[1:] = [whole / 2] * 2
+            exchanged[1:] = [sum(exchanged[1:]) / 2] * 2
+            copied[1:] = [copies.B / 2] * 2
+        taken = [copies.beside(c, op + x, n) for c, op, x in zip(copied, computed, exchanged)]
+        return taken, [n * op for op in exchanged]

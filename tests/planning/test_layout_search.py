@@ -1,0 +1,162 @@
+"""`plan --search`: equal to brute force and above its bounds; `plan` says the same of its file."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from commands import SMALL
+
+from jaxpipe import config as configs
+from jaxpipe.plan import main
+from jaxpipe.planning import Hardware, estimate
+from jaxpipe.planning.bounds import ScheduleFacts, least_residuals, least_seconds
+from jaxpipe.planning.layout_search import LayoutSearch
+from jaxpipe.planning.memory import layout_of, rank_bytes
+from jaxpipe.planning.resolve import arrange
+from jaxpipe.planning.search_table import time_parts
+from jaxpipe.planning.space import SearchSpace
+from jaxpipe.schedule import Costs, build, lower
+from jaxpipe.schedule.lockstep import Lockstep
+from jaxpipe.schedule.scan import scan_time
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+ONE_SHAPE = ("train.microbatch_size=1", "train.remat=none", "train.offload_layers=0")
+SPACES = {
+    "schedules": (
+        *ONE_SHAPE, "parallel.tp=1", "parallel.zero_stage=1", "train.offload_moments=false",
+    ),
+    "tp": ("parallel.schedule=1f1b", "parallel.in_flight=0", "parallel.pp=2",
+           "train.offload_layers=0"),
+    "experts": (
+        *ONE_SHAPE, "parallel.schedule=1f1b", "parallel.tp=1", "model.n_experts=4",
+        "model.experts_per_token=2", "model.d_expert=32", "model.first_dense_layers=1",
+    ),
+    "sequences": (*ONE_SHAPE, "parallel.schedule=zb_h1", "parallel.tp=1", "train.seq_len=4096"),
+    "memory": ("parallel.schedule=1f1b", "parallel.tp=1", "parallel.vocab_parallel_pp=false",
+               "train.microbatch_size=1"),
+}  # fmt: skip
+SLOW = Hardware(efficiency=1e-5, link=1e9, network=3e8)  # compute and messages take similar times
+
+
+def search_of(overrides, memory, keep=3):
+    given = configs.load(SMALL, [*overrides, "train.compute_dtype=bfloat16"])
+    fixed = [word.partition("=")[0] for word in overrides]
+    return LayoutSearch(SearchSpace(given, 4, fixed), SLOW, memory, keep)
+
+
+def values(found):
+    return [(one.seconds, one.offloaded, one.bytes) for one in found]
+
+
+@pytest.mark.slow(unless=["tp", "memory"])
+@pytest.mark.parametrize("name", SPACES)
+def test_a_search_finds_what_brute_force_finds(name):
+    least, _ = search_of(SPACES[name], 0).run().least
+    for memory in (2.5 * least, 1e12):
+        search = search_of(SPACES[name], memory)
+        result = search.run()
+        every = sorted(search.every())
+        assert values(result.best) == values(every[:3])
+    assert every
+    assert result.simulated < result.candidates or name == "sequences"  # few, and close
+
+
+@pytest.mark.parametrize(
+    "name", ["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "1f1b_v", "dualpipe"]
+)
+def test_no_schedule_is_below_its_bounds(name):
+    random, config = Random(name), configs.load(SMALL, ["model.n_layers=8"])
+    for microbatches in (4, 8, 16):
+        pp = 2 if name == "dualpipe" else random.choice((2, 4))
+        schedule = build(name, pp=pp, microbatches=microbatches)
+        stages = schedule.stages
+        facts = ScheduleFacts.of_schedule(schedule, in_order=True)
+        for ticks in (1, 2):
+            taken = [[random.random() for _ in range(stages)] for _ in range(3)]
+            exchange = (
+                Costs(*([t / 3 for t in of] for of in taken)) if random.random() < 0.5 else None
+            )
+            costs = Costs(*taken, transfer=random.random() / 10, exchange=exchange)
+            lockstep = Lockstep(transfer_ticks=ticks)
+            assert least_seconds(facts, costs) <= scan_time(schedule, costs, lockstep) * (1 + 1e-12)
+            tables, layout = lower(schedule, lockstep), layout_of(
+                config, schedule.placement, (8 // stages,) * stages
+            )  # fmt: skip
+            without = rank_bytes(config, layout, None).total
+            least = without + least_residuals(config, facts, layout)
+            assert without < least <= rank_bytes(config, layout, tables).total
+
+
+def test_the_bound_of_1f1b_is_its_time_where_nothing_waits():
+    schedule = build("1f1b", pp=4, microbatches=8)
+    facts = ScheduleFacts.of_schedule(schedule, in_order=True)
+    assert least_seconds(facts, Costs(*[(1.0,) * 4] * 3)) == 33
+
+
+def test_what_is_written_is_planned_alike(tmp_path, capsys):
+    """And a fixed setting stays; parts add up; ties offload nothing."""
+    file = tmp_path / "best.toml"
+    words = [str(SMALL), "--search", "--devices", "4", "parallel.tp=2", "train.microbatch_size=1"]
+    assert main([*words, "--json", "--write", str(file)]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert len(best) == 10
+    assert sorted(one["seconds"] for one in best) == [one["seconds"] for one in best]
+    assert all(one["settings"]["parallel"]["tp"] == 2 for one in best)
+    assert best[0]["settings"]["train"]["offload_layers"] == 0
+    assert all(sum(one["parts"].values()) == pytest.approx(one["seconds"]) for one in best)
+    assert main([str(file), "--json"]) == 0
+    own = next(one for one in json.loads(capsys.readouterr().out)["schedules"] if one["configured"])
+    assert own["tokens_per_second"] == best[0]["tokens_per_second"]
+    assert own["bytes"] == best[0]["bytes"]
+    tokens = configs.load(SMALL).tokens_per_step
+    assert configs.load(file).tokens_per_step == tokens
+
+
+def test_parts_say_what_they_are_for():
+    config = configs.load(SMALL, ["parallel.tp=2", "parallel.dp=1", "parallel.pp=2"])
+    plan = arrange(config)
+    one = estimate(plan)
+    parts = time_parts(one)
+    assert parts["tp"] > 0 < parts["messages"]
+    free = replace(one, report=replace(one.report, scan_makespan=0.0))
+    assert free.seconds == one.update + one.mirroring
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--devices", "4", "--memory", "10kB", "parallel.tp=1"], "nothing fits the 0.0 GiB"),
+        (["--devices", "7", "parallel.tp=2"], "1f1b, parallel.tp=2, train.remat=full: pp x dp"),
+        (["--devices", "4,8"], "--search needs one number of devices"),
+        (["--devices", "4", "--write", "x.csv"], "a name that ends in .toml"),
+        (["--devices", "4", "parallel.costs=measure"], "measured seconds are of one mesh"),
+        (["--devices", "4", "--timeline"], "--timeline with --search"),
+        (["--devices", "4", "--check-gpu", "b200"], "a search is for one device"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_sentence(words, sentence, capsys):
+    assert main([str(SMALL), "--search", *words, "train.remat=full", "parallel.schedule=1f1b"]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "devices", "card"),
+    [
+        ("llama3_70b_32gpu_tp4_pp4.toml", 32, "H200"),
+        ("llama3_8b_pp4.toml", 8, "H100"),
+        ("llama3_8b_16k_pp4.toml", 8, "H100"),
+        ("qwen3_8b_pp2.toml", 8, "H100"),
+    ],
+)
+def test_no_recipe_is_faster_than_what_a_search_finds(file, devices, card, capsys):
+    where = ["--device", card, "--json"]
+    assert main([str(CONFIGS / file), *where]) == 0
+    own = next(one for one in json.loads(capsys.readouterr().out)["schedules"] if one["configured"])
+    assert main([str(CONFIGS / file), "--search", "--devices", str(devices), *where]) == 0
+    best = json.loads(capsys.readouterr().out)["best"][0]
+    assert best["tokens_per_second"] >= own["tokens_per_second"]
