@@ -283,12 +283,14 @@ def _check_losses(name: str, losses: Sequence[float], single: Sequence[float]) -
 
 
 def _mean(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        name: _mean([answer[name] for answer in answers])
-        if isinstance(value, dict)
-        else sum(answer[name] for answer in answers) / len(answers)
-        for name, value in answers[0].items()
-    }
+    def mean(values: list[Any]) -> Any:
+        if isinstance(values[0], dict):
+            return _mean(values)
+        if isinstance(values[0], list | tuple):  # shares of layers, which are not measured
+            return values[0]
+        return sum(values) / len(values)
+
+    return {name: mean([answer[name] for answer in answers]) for name in answers[0]}
 
 
 def _builtins(config: Config) -> dict[str, Any]:

@@ -302,7 +302,7 @@ def _open_sources(
         train, heldout = open_corpus_documents(directory, config.heldout_fraction, vocab_size)
         return [(train, 1.0)], [(heldout, 1.0)]
     sources = config.sources or (SourceConfig(path=config.path),)
-    for path in [*(source.path for source in sources), config.heldout_path]:
+    for path in [*(one.path for one in sources if one.weight), config.heldout_path]:
         if path:
             _check_records(path, in_pairs=together > 1)
     opened = [

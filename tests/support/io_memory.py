@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from jaxpipe import config as configs
-from jaxpipe.bench import memory
+from jaxpipe.bench.serving import measure_peak
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.environment import use_cpu_devices
 
@@ -44,7 +44,7 @@ def main(mode, directory, pp):
             held[0], _ = checkpoints.restore(trainer.state_shapes.parts(), print)
             jax.block_until_ready(held[0])
 
-        found = memory.measure_peak(save if mode == "save" else restore)
+        found = measure_peak(save if mode == "save" else restore)
         share = sum(s.data.nbytes for leaf in jax.tree.leaves(held) for s in
                     leaf.addressable_shards)  # fmt: skip
         sys.stdout.write(
