@@ -19,10 +19,11 @@ from pathlib import Path
 
 from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import MODEL, parse, parser_of
-from jaxpipe.config.paths import local_path
+from jaxpipe.config.paths import is_address, local_path
 from jaxpipe.inference.prepared import REFERENCE, PreparedFolder
 from jaxpipe.inference.settings import inference_config, start_devices
 from jaxpipe.inference.token_sequences import check_ids, check_out, read_sequences, write_scores
+from jaxpipe.runtime.storage import local_copy
 from jaxpipe.schedule import ScheduleError
 
 
@@ -33,8 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=local_path, help="a .npz or .jsonl; none for a folder")
     try:
         arguments = parse(parser, argv)
-        out = _out(arguments.tokens, arguments.out)
-        count = score(arguments.model, arguments.tokens, out, arguments.overrides)
+        tokens = local_copy(arguments.tokens)
+        out = _out(tokens, arguments.out)
+        if out is None and is_address(arguments.tokens):
+            raise ConfigError(
+                f"{arguments.tokens}: scores of a folder are written into it, on a disk only: copy "
+                f"it to one."
+            )
+        count = score(arguments.model, tokens, out, arguments.overrides)
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -53,7 +60,7 @@ def _out(tokens: Path, out: Path | None) -> Path | None:
     )
 
 
-def score(model: Path, tokens: Path, out: Path | None, overrides: Sequence[str] = ()) -> int:
+def score(model: str | Path, tokens: Path, out: Path | None, overrides: Sequence[str] = ()) -> int:
     """Score the sequences of a file, write their scores, and return the number of scored tokens.
 
     With `out` None `tokens` is a prepared folder, and scores are written beside its tokens.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.config.arguments import parse, parser_of
-from jaxpipe.config.paths import local_path
+from jaxpipe.config.paths import any_path, local_path
 from jaxpipe.planning import Devices, resolve
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.expert_checks import check_recording
@@ -30,6 +30,7 @@ from jaxpipe.runtime import processes
 from jaxpipe.runtime.arrival import arriving
 from jaxpipe.runtime.devices import check_devices
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
+from jaxpipe.runtime.storage import open_path
 from jaxpipe.schedule import ScheduleError
 
 if TYPE_CHECKING:
@@ -44,14 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--status",
         action=_OfRun,
-        type=local_path,
+        type=any_path,
         metavar="RUN_DIR",
         help="print what a run does, from its files, and stop; needs no CONFIG",
     )
     parser.add_argument(
         "--report",
         action=_OfRun,
-        type=local_path,
+        type=any_path,
         metavar="RUN_DIR",
         help="write report.html into it, a page of its metrics, and stop; needs no CONFIG",
     )
@@ -112,7 +113,7 @@ class _OfRun(argparse.Action):
         from jaxpipe.training.status import status
 
         read = {"status": status, "report": write_report}[self.dest]
-        print(read(Path(values)))
+        print(read(values))
         parser.exit()
 
 
@@ -156,7 +157,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()
-    with arriving(Path(config.run.dir)):
+    with arriving(open_path(config.run.dir)):
         processes.join()
     check_devices()
     # jax must not be imported earlier: it reads the environment set above when it starts.
@@ -169,6 +170,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     from jaxpipe.runtime.compile_cache import use_compile_cache
     from jaxpipe.runtime.compiler import check_version
     from jaxpipe.runtime.directory import WriteGuard, locked
+    from jaxpipe.runtime.spool import Spool, local_folder
     from jaxpipe.runtime.watchdog import Watchdog, place_of
     from jaxpipe.training.agreement import programs_of, results_of
     from jaxpipe.training.exports import Exports
@@ -183,7 +185,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     from jaxpipe.training.summary import summary
     from jaxpipe.training.trainer import Trainer
 
-    directory, messages = Path(config.run.dir), []
+    directory, messages = local_folder(config.run.dir), []
     processes.check_alike("programs", lambda: programs_of(config))
     check_version(jax.default_backend())
     use_compile_cache(config.runtime.compile_cache)
@@ -196,7 +198,8 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(config.runtime.hang_timeout))
         stack.enter_context(locked(directory, messages.append))
-        stack.enter_context(watchdog.files_in(directory))
+        spool = stack.enter_context(Spool(config.run.dir, messages.append))
+        stack.enter_context(watchdog.files_in(spool))
         if plan.config.parallel.costs == "measure":
             from jaxpipe.training.measured_costs import measure
 
@@ -214,7 +217,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
         progress = stack.enter_context(shown)
         checkpoints = stack.enter_context(
             CheckpointStore(
-                directory / "checkpoints",
+                spool.shared / "checkpoints",
                 keep=config.checkpoint.keep,
                 keep_every=config.checkpoint.keep_every,
                 asynchronous=config.checkpoint.asynchronous,
@@ -254,7 +257,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             from jaxpipe.inference.tasks import RunTasks
 
             tasks = RunTasks.open(trainer, ServingFiles.from_meta(checkpoints.carried))
-        training = TrainLoop(trainer, data, checkpoints, progress, log, exports, tasks)
+        training = TrainLoop(trainer, data, checkpoints, progress, log, exports, tasks, spool)
         return training.loop(state, seen)
 
 

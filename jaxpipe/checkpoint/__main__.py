@@ -21,6 +21,7 @@ import jax
 from rich.console import Console
 
 from jaxpipe import config as configs
+from jaxpipe.checkpoint.adapters import SETTINGS as ADAPTER_CONFIG
 from jaxpipe.checkpoint.adapters import export_adapters
 from jaxpipe.checkpoint.compatibility import check_same_settings
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface, training_settings
@@ -31,9 +32,11 @@ from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.checkpoint.write_config import write_config
 from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import SETTINGS
-from jaxpipe.config.paths import local_path
+from jaxpipe.config.paths import any_path
 from jaxpipe.config.units import parse_bytes
 from jaxpipe.runtime.directory import locked
+from jaxpipe.runtime.spool import local_folder
+from jaxpipe.runtime.storage import local_copy, open_path, written
 
 DTYPES = ("float32", "bfloat16", "float16")  # dtypes of exported weights
 
@@ -63,7 +66,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
     incoming = commands.add_parser("import", help="Hugging Face to jaxpipe")
     incoming.add_argument(
-        "source", type=local_path, metavar="HF_DIR", help="config.json, safetensors"
+        "source", type=any_path, metavar="HF_DIR", help="config.json, safetensors"
     )
     incoming.add_argument(
         "words", nargs="*", metavar="CONFIG section.key=value",
@@ -73,20 +76,20 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--write-config", type=Path, metavar="CONFIG",
         help="write this TOML file for a run from config.json; then no other is given",
     )  # fmt: skip
-    incoming.add_argument("--out", type=local_path, help="default: <run.dir>/imported")
+    incoming.add_argument("--out", type=any_path, help="default: <run.dir>/imported")
     incoming.set_defaults(run=_import)
 
     outgoing = commands.add_parser("export", help="jaxpipe to Hugging Face")
-    outgoing.add_argument("checkpoint", type=local_path, metavar="STEP_DIR")
+    outgoing.add_argument("checkpoint", type=any_path, metavar="STEP_DIR")
     outgoing.add_argument(
-        "out", type=local_path, metavar="OUT_DIR", help="must not exist, or be empty"
+        "out", type=any_path, metavar="OUT_DIR", help="must not exist, or be empty"
     )
     outgoing.add_argument("--config", help="a TOML file; default: the one in the checkpoint")
     outgoing.add_argument(
         "--dtype", choices=DTYPES, help="default: that of the imported weights, or else float32"
     )
     outgoing.add_argument(
-        "--tokenizer", type=Path, metavar="DIR",
+        "--tokenizer", type=any_path, metavar="DIR",
         help="the tokenizer's files to copy, and its ids; default: what import or the data knew",
     )  # fmt: skip
     outgoing.add_argument(
@@ -102,7 +105,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     outgoing.set_defaults(run=_export)
 
     looking = commands.add_parser("inspect", help="show what a checkpoint holds")
-    looking.add_argument("checkpoint", type=local_path, metavar="DIR", help="of a step, or of all")
+    looking.add_argument("checkpoint", type=any_path, metavar="DIR", help="of a step, or of all")
     looking.set_defaults(run=_inspect)
 
     # argparse matches a `*` positional with nothing once an option precedes it, so take the rest.
@@ -117,6 +120,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _import(arguments: argparse.Namespace) -> None:
+    arguments.source = local_copy(arguments.source)
     if not arguments.write_config:
         path, *overrides = arguments.words
         return _import_for(arguments, path, overrides)
@@ -130,10 +134,10 @@ def _import(arguments: argparse.Namespace) -> None:
 
 def _import_for(arguments: argparse.Namespace, path: str, overrides: list[str]) -> None:
     config = configs.load(path, overrides)
-    settings = Path(config.run.dir)
     meta = {"config": configs.to_toml(config)}
-    with contextlib.nullcontext() if arguments.out else locked(settings, print):
-        directory = arguments.out or settings / "imported"
+    folder = local_folder(config.run.dir)
+    with contextlib.nullcontext() if arguments.out else locked(folder, print):
+        directory = open_path(arguments.out or f"{config.run.dir}/imported")
         step = import_huggingface(arguments.source, config.model, directory, meta)
     start = [f"checkpoint.resume={step}", "checkpoint.parameters_only=true"]
     print(
@@ -146,7 +150,7 @@ def _import_for(arguments: argparse.Namespace, path: str, overrides: list[str]) 
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    checkpoint = StoredCheckpoint(arguments.checkpoint)
+    checkpoint = StoredCheckpoint(open_path(arguments.checkpoint))
     if arguments.config:
         config = configs.load(arguments.config)
         check_same_settings(checkpoint.directory, checkpoint.meta, config, with_moments=False)
@@ -161,21 +165,23 @@ def _export(arguments: argparse.Namespace) -> None:
     model, serving = config.model, ServingFiles.from_meta(checkpoint.meta)
     if arguments.adapters:
         read, has = checkpoint.unmerged, checkpoint.has
-        count = export_adapters(read, has, model, config.lora, arguments.out)
+        with written(arguments.out, last=ADAPTER_CONFIG) as out:
+            count = export_adapters(read, has, model, config.lora, out)
         print(f"exported {count} adapters of rank {config.lora.rank} to {arguments.out}")
         return
     if arguments.tokenizer:
-        serving = serving.with_tokenizer(arguments.tokenizer, model.vocab_size)
+        serving = serving.with_tokenizer(local_copy(arguments.tokenizer), model.vocab_size)
     longest = model.max_seq_len or max(serving.max_positions, config.train.seq_len)
-    export_huggingface(
-        checkpoint,
-        model,
-        arguments.out,
-        dtype=arguments.dtype or (serving.dtype if serving.dtype in DTYPES else "float32"),
-        max_positions=arguments.max_positions or longest,
-        max_shard_bytes=arguments.max_shard_size,
-        serving=serving,
-    )
+    with written(arguments.out, last="config.json") as out:
+        export_huggingface(
+            checkpoint,
+            model,
+            out,
+            dtype=arguments.dtype or (serving.dtype if serving.dtype in DTYPES else "float32"),
+            max_positions=arguments.max_positions or longest,
+            max_shard_bytes=arguments.max_shard_size,
+            serving=serving,
+        )
     missing = ["the tokenizer's files"] if not serving.files else []
     if not serving.eos_token_ids:
         missing.append("a token that ends text, without which generation does not stop")
@@ -185,7 +191,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> None:
     Console(highlight=False, markup=False, soft_wrap=True).print(
-        describe_checkpoint(arguments.checkpoint)
+        describe_checkpoint(open_path(arguments.checkpoint))
     )
 
 

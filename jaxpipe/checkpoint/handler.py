@@ -7,7 +7,6 @@ these handlers accept it, and each process writes and reads the shards on its ow
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpipe.checkpoint.integrity import write_checksums
+from jaxpipe.runtime.storage import open_path
 
 
 class _ArrayProxy:
@@ -130,7 +130,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         futures = await super().async_save(directory, args=args)
         process = jax.process_index()
         written = ocp.future.ChainedFuture(
-            futures or [], lambda: write_checksums(Path(directory), process)
+            futures or [], lambda: write_checksums(open_path(directory), process)
         )
         return [written]
 
@@ -140,7 +140,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         Orbax calls it on the first process after all processes have written.
         """
         super().finalize(directory)
-        write_checksums(Path(directory))
+        write_checksums(open_path(directory))
 
 
 @ocp.args.register_with_handler(StateHandler, for_save=True)

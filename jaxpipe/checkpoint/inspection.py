@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,9 +12,10 @@ from rich.text import Text
 from jaxpipe.checkpoint.listing import list_steps
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config.units import readable_bytes
+from jaxpipe.runtime.storage import AnyPath
 
 
-def describe_checkpoint(directory: Path) -> RenderableType:
+def describe_checkpoint(directory: AnyPath) -> RenderableType:
     """Describe a checkpoint: step, parameters grouped over layers, sizes and configuration.
 
     Reads every file of the state once to compare it with its checksum.

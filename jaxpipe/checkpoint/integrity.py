@@ -9,22 +9,20 @@ same by hand.
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from jaxpipe.config import ConfigError, first_line
-from jaxpipe.runtime import processes
+from jaxpipe.runtime import processes, storage
+from jaxpipe.runtime.storage import AnyPath
 
 Meta = dict[str, Any]
 FORMAT = 2  # incremented when the keys on disk change (`disk_keys.py`)
 _KEY = "xxh3_128"  # metadata entry: the checksum of all other entries
-_ADDED_LATER = "commit_success.txt"  # Orbax adds it after the checksums; nothing reads it
 _THREADS = 8
 _BLOCK = 1 << 20  # bytes read at once; smaller blocks cost a third more time
 
@@ -48,14 +46,14 @@ def has_checksums(meta: Meta) -> bool:
     return _KEY in meta
 
 
-def read_meta(checkpoint: Path) -> Meta:
+def read_meta(checkpoint: AnyPath) -> Meta:
     """Read a checkpoint's metadata and compare it with its checksum, if it has one.
 
     Raises `DamagedError` where it is missing, not a JSON object or changed, and `ConfigError` for a
     newer format.
     """
     try:
-        meta = json.loads((checkpoint / "meta" / "metadata").read_text("utf-8"))
+        meta = json.loads((checkpoint / "meta" / "metadata").read_bytes().decode())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedError("its metadata is missing") from error
     except ValueError as error:  # no JSON, or not even text
@@ -79,7 +77,7 @@ def read_meta(checkpoint: Path) -> Meta:
     return meta
 
 
-def write_checksums(directory: Path, process: int | None = None) -> None:
+def write_checksums(directory: AnyPath, process: int | None = None) -> None:
     """Write the checksums of the files below `state/` that one process wrote.
 
     `process` None selects the files that belong to no process.
@@ -91,13 +89,11 @@ def write_checksums(directory: Path, process: int | None = None) -> None:
     ]
     lines = [f"{checksum}  {name}\n" for name, checksum in _checksums(directory, files)]
     of = "" if process is None else f".process_{process}"
-    with (directory / f"checksums{of}.xxh128").open("w") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())  # Orbax syncs the arrays: a power loss must not lose only this file
+    # Orbax syncs the arrays: a power loss must not lose only this file.
+    storage.write_synced(directory / f"checksums{of}.xxh128", "".join(lines))
 
 
-def check_files(directory: Path, process: int = 0, count: int = 1) -> int:
+def check_files(directory: AnyPath, process: int = 0, count: int = 1) -> int:
     """Compare this process's share of the files below `state/` with their checksums.
 
     If the number of processes is the same as at the save, each process compares the files that it
@@ -121,7 +117,9 @@ def check_files(directory: Path, process: int = 0, count: int = 1) -> int:
         raise DamagedError(f"{first_line(error)}") from error
     want = {}
     for name in filter(_is_checksum_list, found):
-        for line in filter(None, (directory / name).read_text(errors="replace").split("\n")):
+        for line in filter(
+            None, (directory / name).read_bytes().decode(errors="replace").split("\n")
+        ):
             checksum, _, listed = line.partition("  ")
             want[listed] = checksum
     held = [name for name in found if not _is_checksum_list(name)]
@@ -139,7 +137,7 @@ def check_files(directory: Path, process: int = 0, count: int = 1) -> int:
 
 
 @contextlib.contextmanager
-def succeed_on_all_processes(checkpoint: Path, checked: bool = True) -> Iterator[None]:
+def succeed_on_all_processes(checkpoint: AnyPath, checked: bool = True) -> Iterator[None]:
     """Make the body, which all processes execute, succeed on all processes or on none.
 
     Raises `DamagedError` on all processes if one of them has proof of damage, and `ConfigError` for
@@ -174,18 +172,10 @@ def _checksum_of(meta: Meta) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(meta, sort_keys=True).encode())
 
 
-def _list_files(directory: Path) -> list[str]:
+def _list_files(directory: AnyPath) -> list[str]:
     """Relative paths below `state/` of the files that need a checksum and of the checksum lists."""
-
-    def fail(error: OSError) -> None:  # os.walk would treat an unreadable folder as empty
-        raise error
-
-    return sorted(
-        (Path(folder) / name).relative_to(directory).as_posix()
-        for folder, _, names in os.walk(directory, onerror=fail, followlinks=True)
-        for name in names
-        if name != _ADDED_LATER and not name.startswith(".")
-    )
+    named = ((path, path.rpartition("/")[2]) for path in storage.list_files(directory))
+    return [path for path, name in named if name != storage.COMMIT and not name.startswith(".")]
 
 
 def _is_checksum_list(name: str) -> bool:
@@ -198,14 +188,14 @@ def _writing_process(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _checksums(directory: Path, names: list[str]) -> list[tuple[str, str]]:
+def _checksums(directory: AnyPath, names: list[str]) -> list[tuple[str, str]]:
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(zip(names, threads.map(lambda name: _checksum(directory / name), names)))
 
 
-def _checksum(path: Path) -> str:
+def _checksum(path: AnyPath) -> str:
     checksum, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK))
-    with path.open("rb", buffering=0) as file:
+    with storage.open_binary(path) as file:
         while size := file.readinto(block):
             checksum.update(block[:size])
     return checksum.hexdigest()

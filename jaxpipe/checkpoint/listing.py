@@ -1,11 +1,11 @@
 """The checkpoints on disk, found by the names of their directories."""
 
-from pathlib import Path
-
 from jaxpipe.config import ConfigError
+from jaxpipe.config.paths import is_address
+from jaxpipe.runtime.storage import COMMIT, AnyPath, absolute, as_os_errors
 
 
-def find_newest(path: Path, name: str, others: str = "") -> Path:
+def find_newest(path: AnyPath, name: str, others: str = "") -> AnyPath:
     """The directory of the newest checkpoint in `path`.
 
     Args:
@@ -16,7 +16,7 @@ def find_newest(path: Path, name: str, others: str = "") -> Path:
 
     Raises `ConfigError` where there is no checkpoint.
     """
-    path = path.absolute()
+    path = absolute(path)
     for directory in (path, path / "checkpoints"):
         if (directory / "state").is_dir():
             return directory
@@ -28,8 +28,34 @@ def find_newest(path: Path, name: str, others: str = "") -> Path:
     )
 
 
-def list_steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints in a directory of checkpoints, oldest first."""
-    if not directory.is_dir():
-        return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+def list_steps(directory: AnyPath) -> list[int]:
+    """Steps of the complete checkpoints in a directory of checkpoints, oldest first.
+
+    On a disk a checkpoint gets its name when it is complete, in a store its file `COMMIT`.
+    """
+    if is_address(directory):
+        with as_os_errors():
+            found = [path.parent for path in directory.glob(f"*/{COMMIT}")]
+    else:
+        found = list(directory.iterdir()) if directory.is_dir() else []
+    return sorted(int(path.name) for path in found if path.name.isdecimal())
+
+
+def list_unfinished(directory: AnyPath) -> list[AnyPath]:
+    """Directories of saves that were not finished; other programs may be writing to them."""
+    if not is_address(directory):
+        return list(directory.glob("*.orbax-checkpoint-tmp*"))
+    complete = set(list_steps(directory))
+    with as_os_errors():
+        steps = [path for path in directory.glob("*") if path.name.isdecimal()]
+    return [path for path in steps if int(path.name) not in complete]
+
+
+def is_complete(checkpoint: AnyPath) -> bool:
+    """Whether a directory is that of a complete checkpoint."""
+    if is_address(checkpoint):
+        with as_os_errors():
+            return (checkpoint / COMMIT).exists()
+    # Orbax writes to a directory with this suffix and renames it when it is complete.
+    unfinished = ".orbax-checkpoint-tmp" in checkpoint.name
+    return not unfinished and all((checkpoint / name).is_dir() for name in ("state", "meta"))

@@ -3,10 +3,7 @@
 import contextlib
 import itertools
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,15 +23,17 @@ from jaxpipe.checkpoint.integrity import (
     succeed_on_all_processes,
 )
 from jaxpipe.checkpoint.keying import StateKeying
-from jaxpipe.checkpoint.listing import list_steps
+from jaxpipe.checkpoint.listing import list_steps, list_unfinished
 from jaxpipe.checkpoint.memory import return_freed_memory
 from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
+from jaxpipe.checkpoint.orbax_stores import use_stores
 from jaxpipe.config import ConfigError, first_line
-from jaxpipe.runtime import processes
+from jaxpipe.runtime import processes, storage
+from jaxpipe.runtime.storage import AnyPath
 
 Tree = Any
 Meta = dict[str, Any]
-Check = Callable[[Path, Meta], None]  # raises `ConfigError` for metadata of another run or model
+Check = Callable[[AnyPath, Meta], None]  # raises `ConfigError` for metadata of another run or model
 
 
 class CheckpointStore:
@@ -48,6 +47,7 @@ class CheckpointStore:
     >>> import jax, tempfile
     >>> import jax.numpy as jnp
     >>> from jaxpipe.parallel import Sharding, StageLayout, make_mesh
+    >>> from jaxpipe.runtime.storage import open_path
     >>> layout, mesh = StageLayout((2,)), make_mesh(pp=1, devices=jax.devices()[:1])
     >>> layers = layout.stack([{"up": jnp.ones(8)}] * 2)
     >>> params = {"embed_head": {"norm": jnp.ones(4)}, "layers": layers}
@@ -56,7 +56,7 @@ class CheckpointStore:
     >>> how = {"keep": 2, "asynchronous": False, "keying": StateKeying(layout, sharding)}
     >>> with (
     ...     tempfile.TemporaryDirectory() as directory,
-    ...     CheckpointStore(Path(directory), **how) as checkpoints,
+    ...     CheckpointStore(open_path(directory), **how) as checkpoints,
     ... ):
     ...     checkpoints.save(7, {"params": params}, {"position": 56})
     ...     state, meta = checkpoints.restore({"params": params}, say=print)
@@ -66,7 +66,7 @@ class CheckpointStore:
 
     def __init__(
         self,
-        directory: Path,
+        directory: AnyPath,
         *,
         keep: int,
         keep_every: int = 0,
@@ -74,11 +74,12 @@ class CheckpointStore:
         keying: StateKeying,
         say: Callable[[str], None] = print,
     ):
-        self.directory = directory.absolute()
+        self.directory = storage.absolute(directory)
         self.keying = keying
         self.carried: dict[str, Any] = {}
         self._say = say
         self._quiet = contextlib.ExitStack()
+        use_stores()
         with processes.first_before_others("checkpoints"):
             _check_writable(self.directory)
             self._remove_unfinished()  # left by a killed process: no other run writes here
@@ -120,7 +121,7 @@ class CheckpointStore:
         return sorted(self._manager.all_steps())
 
     @property
-    def damaged_directories(self) -> list[Path]:
+    def damaged_directories(self) -> list[AnyPath]:
         """Directories of damaged checkpoints that were renamed."""
         return sorted(self.directory.glob("damaged-*"))
 
@@ -185,14 +186,14 @@ class CheckpointStore:
                 )
         return None
 
-    def _set_aside(self, step: int) -> Path:
+    def _set_aside(self, step: int) -> AnyPath:
         names = itertools.chain([f"damaged-{step}"], (f"damaged-{step}-{i}" for i in range(2, 99)))
         aside = next(path for name in names if not (path := self.directory / name).exists())
         processes.largest(0)  # barrier: all choose the same name before the first renames
         with processes.first_before_others(f"damaged {step}"):
             if processes.first():
                 try:
-                    (self.directory / str(step)).rename(aside)
+                    storage.move_tree(self.directory / str(step), aside)
                 except OSError as error:
                     raise ConfigError(
                         f"checkpoint {step} is damaged but cannot be moved to {aside} "
@@ -204,14 +205,14 @@ class CheckpointStore:
     def _remove_unfinished(self) -> None:
         """Remove files of a killed or failed save, which can be as large as the full state."""
         if processes.first():
-            for path in self.directory.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(path, ignore_errors=True)
+            for path in list_unfinished(self.directory):
+                storage.remove_tree(path)
 
     def _check_all_can_write(self) -> None:
         """Raise `OSError` if a process cannot write: Orbax would block for over five minutes."""
         reason = ""
         try:
-            _create_and_probe(self.directory)
+            storage.probe(self.directory)
         except OSError as error:
             reason = error.strerror or first_line(error)
         if processes.largest(int(bool(reason))):
@@ -232,7 +233,7 @@ class CheckpointStore:
 
 
 def read_state(
-    path: Path,
+    path: AnyPath,
     keying: StateKeying,
     like: Tree,
     exclusion: Exclusion | None = None,
@@ -276,7 +277,7 @@ def read_state(
 
 
 def _read_arrays(
-    path: Path, keying: StateKeying, like: Tree, exclusion: Exclusion | None, key: str
+    path: AnyPath, keying: StateKeying, like: Tree, exclusion: Exclusion | None, key: str
 ) -> Tree:
     """Read the arrays of a checkpoint that stores embedding, final norm and head under `key`."""
 
@@ -323,17 +324,11 @@ def _synchronize_by_service() -> ocp.options.MultiprocessingOptions:
     return ocp.options.MultiprocessingOptions(active_processes=processes)
 
 
-def _check_writable(directory: Path) -> None:
+def _check_writable(directory: AnyPath) -> None:
     try:
-        _create_and_probe(directory)
+        storage.probe(directory)
     except OSError as error:
         raise ConfigError(
             f"checkpoints cannot be written to {directory} ({error.strerror}): make it a writable "
             f"directory or choose another run.dir."
         ) from error
-
-
-def _create_and_probe(directory: Path) -> None:
-    """Create the directory if needed, and create and remove a file in it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=directory).close()

@@ -11,7 +11,6 @@ import operator
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,8 +31,11 @@ from jaxpipe.checkpoint.integrity import (
     read_meta,
     succeed_on_all_processes,
 )
+from jaxpipe.checkpoint.listing import is_complete
+from jaxpipe.checkpoint.orbax_stores import use_stores
 from jaxpipe.config import Config, ConfigError, from_builtins
 from jaxpipe.model.lora import NAME
+from jaxpipe.runtime.storage import AnyPath, absolute
 
 Tree = Any
 # A reader decompresses a full chunk for any element of it, and a writer holds one compressed chunk
@@ -74,7 +76,7 @@ class _LazyHandler(type_handlers.NumpyHandler):
         return []
 
 
-def save_parameters(directory: Path, state: Tree, meta: dict[str, Any]) -> Path:
+def save_parameters(directory: AnyPath, state: Tree, meta: dict[str, Any]) -> AnyPath:
     """Write a keyed tree of `LazyArray`s as a checkpoint of step 0; return the step's directory.
 
     The checkpoint has kind "params": its state is `params`, and `variables` if the model has any,
@@ -82,7 +84,7 @@ def save_parameters(directory: Path, state: Tree, meta: dict[str, Any]) -> Path:
 
     Raises `ConfigError` where the directory already holds checkpoints or cannot be written.
     """
-    directory = directory.absolute()
+    directory = absolute(directory)
     chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), state)
     about = {"format": FORMAT, "kind": "params", "step": 0, "position": 0}
     try:
@@ -108,7 +110,8 @@ def save_parameters(directory: Path, state: Tree, meta: dict[str, Any]) -> Path:
 
 
 @contextlib.contextmanager
-def _manager(directory: Path) -> Iterator[ocp.CheckpointManager]:
+def _manager(directory: AnyPath) -> Iterator[ocp.CheckpointManager]:
+    use_stores()
     registry = type_handlers.create_type_handler_registry(
         (LazyArray, _LazyHandler()), (jax.Array, type_handlers.ArrayHandler())
     )
@@ -137,15 +140,16 @@ class StoredCheckpoint:
       ConfigError: there is no checkpoint, it is damaged, or its format is newer.
     """
 
-    directory: Path
+    directory: AnyPath
 
     def __post_init__(self) -> None:
+        use_stores()
         _ = self.meta
 
     @functools.cached_property
     def meta(self) -> dict[str, Any]:
         """The checkpoint's metadata: step, data position, configuration."""
-        if not self._is_complete():
+        if not is_complete(absolute(self.directory)):
             raise self._not_a_checkpoint("it is not a complete checkpoint of Orbax")
         with self._report_damage():
             return read_meta(self.directory)
@@ -228,13 +232,8 @@ class StoredCheckpoint:
         weight, *others = self.read([_WEIGHT, *moments])
         return [(y - (1 - weight) * z) / weight for y, z in zip(trained, others)]
 
-    def _item(self, name: str) -> Path:
-        return self.directory.absolute() / name
-
-    def _is_complete(self) -> bool:
-        # Orbax writes to a directory with this suffix and renames it when it is complete.
-        unfinished = ".orbax-checkpoint-tmp" in self.directory.absolute().name
-        return not unfinished and all(self._item(name).is_dir() for name in ("state", "meta"))
+    def _item(self, name: str) -> AnyPath:
+        return absolute(self.directory) / name
 
     @contextlib.contextmanager
     def _report_damage(self, checked: bool = True) -> Iterator[None]:

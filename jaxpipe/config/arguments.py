@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import get_type_hints
 
 from jaxpipe.config.errors import ConfigError
-from jaxpipe.config.paths import local_path
+from jaxpipe.config.paths import any_path
 from jaxpipe.config.sections import Config
 from jaxpipe.model import FAMILIES, ModelConfig
 
@@ -41,7 +41,7 @@ def parser_of(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     for name, what in (paths or {}).items():
-        parser.add_argument(name, type=local_path, metavar=name.upper(), help=what)
+        parser.add_argument(name, type=any_path, metavar=name.upper(), help=what)
     if not paths:
         parser.add_argument("config", metavar="CONFIG", help=f"a TOML file, such as {example}")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=SETTINGS)

@@ -17,8 +17,8 @@ import msgspec
 import tomli_w
 
 from jaxpipe.config.errors import ConfigError
-from jaxpipe.config.paths import check_local
-from jaxpipe.config.sections import Config, LocalPath
+from jaxpipe.config.paths import CHECKPOINT_STORES, check_local, check_path
+from jaxpipe.config.sections import AnyPath, Config, LocalPath, StatePath
 from jaxpipe.model import FAMILIES, PRESETS, ModelConfig
 
 _RENAMED = {"parallel": {"sdp": "cp"}}  # keys of older configurations, and their present names
@@ -218,6 +218,10 @@ def _check_floats(config: Config) -> None:
 def _check_paths(config: Config) -> None:
     for name, value in _values(config, of=LocalPath):
         check_local(name, value)
+    for name, value in _values(config, of=AnyPath):
+        check_path(name, value)
+    for name, value in _values(config, of=StatePath):
+        check_path(name, value, CHECKPOINT_STORES)
 
 
 def _values(record: msgspec.Struct, of: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,9 @@ from jaxpipe.model.family import INT32_MAX, Count, Positive
 from jaxpipe.partition.sequence import Method, padded_length
 
 Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-LocalPath = Annotated[str, Meta(extra={"path": True})]  # relative to the current directory
+LocalPath = Annotated[str, Meta(extra={"path": "local"})]  # relative to the current directory
+AnyPath = Annotated[str, Meta(extra={"path": "any"})]  # the same, or an address known to fsspec
+StatePath = Annotated[str, Meta(extra={"path": "state"})]  # the same, or gs://..., s3://...
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 DecayRate = Annotated[float, Meta(ge=0, lt=1)]
@@ -23,7 +25,9 @@ Model = TypeVar("Model", bound=ModelConfig)
 class RunConfig(Section, kw_only=True):
     """`[run]`: the run directory."""
 
-    dir: LocalPath = ""  # folder of data, checkpoints and metrics; empty: runs/<config's name>
+    # folder of data, checkpoints and metrics, or its address gs://... or s3://...; empty:
+    # runs/<config's name>
+    dir: StatePath = ""
 
 
 class ParallelConfig(Section, kw_only=True):
@@ -236,7 +240,7 @@ class LoraConfig(Section, kw_only=True):
     # layer weights with an adapter, such as "wq", "w_up", "expert_down"; empty: all of them
     targets: tuple[str, ...] = ()
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # rate in training, of an adapter's inputs
-    adapter: LocalPath = ""  # folder in PEFT's format to start from; empty: they change nothing yet
+    adapter: AnyPath = ""  # folder in PEFT's format to start from; empty: they change nothing yet
 
 
 class OptimizerConfig(Section, kw_only=True):
@@ -269,7 +273,7 @@ class OptimizerConfig(Section, kw_only=True):
 class SourceConfig(Section, kw_only=True):
     """`[[data.sources]]`: one source of a mixture."""
 
-    path: LocalPath  # file of token ids, folder of such files, or pattern like "tokens/*.bin"
+    path: AnyPath  # file of token ids, folder of such files, or pattern like "tokens/*.bin"
     weight: Annotated[float, Meta(ge=0)] = 1.0  # share of the samples, relative to other sources
 
 
@@ -278,9 +282,9 @@ class DataConfig(Section, kw_only=True):
 
     # stdlib: bytes of Python's standard library; dummy: random tokens; file: token ids from path
     source: Literal["stdlib", "dummy", "file"] = "stdlib"
-    path: LocalPath = ""  # file of token ids, folder of them, or pattern like "tokens/*.bin"
+    path: AnyPath = ""  # file of token ids, folder of them, or pattern like "tokens/*.bin"
     sources: tuple[SourceConfig, ...] = ()  # mixture of sources, in place of source and path
-    heldout_path: LocalPath = ""  # tokens of held-out losses; empty: the end of each source
+    heldout_path: AnyPath = ""  # tokens of held-out losses; empty: the end of each source
     heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05  # share held out without that path
     shuffle: bool = True  # new order of samples every epoch
     # several documents per row, which do not attend to each other: in their order (sequential) or
@@ -309,7 +313,7 @@ class CheckpointConfig(Section, kw_only=True):
     keep_every: Count = 0  # checkpoints at multiples of this step also stay; 0: none
     # auto: resume from the run's newest checkpoint, if any; a path: if there is none, start from
     # that checkpoint; none: refuse to start if the run has any
-    resume: LocalPath = "auto"
+    resume: StatePath = "auto"
     parameters_only: bool = False  # take only parameters from the path: step 0, new moments
     # names ("embed_head/head") of parameters not to take from the path: new values and moments
     exclude: tuple[str, ...] = ()

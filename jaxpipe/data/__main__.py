@@ -16,11 +16,13 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from jaxpipe.config import ConfigError
-from jaxpipe.config.paths import local_path
+from jaxpipe.config.paths import any_path
 from jaxpipe.config.units import parse_bytes, readable_bytes
 from jaxpipe.data.inspection import describe_folder
+from jaxpipe.data.manifest import MANIFEST
 from jaxpipe.data.prepare import PrepareOptions, prepare
 from jaxpipe.data.workers import WorkerDiedError
+from jaxpipe.runtime.storage import local_copy, written
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,14 +56,14 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
     making = commands.add_parser("prepare", help="text to shards of token ids")
     making.add_argument(
-        "inputs", nargs="+", type=local_path, metavar="INPUT", help="files or folders"
+        "inputs", nargs="+", type=any_path, metavar="INPUT", help="files or folders"
     )
     making.add_argument(
         "--tokenizer", required=True, metavar="PATH",
         help="a tokenizer.json, a model's directory with one, or 'bytes'",
     )  # fmt: skip
     making.add_argument(
-        "--out", required=True, type=local_path, metavar="DIR", help="made if need be"
+        "--out", required=True, type=any_path, metavar="DIR", help="made if need be"
     )
     making.add_argument(
         "--field", default="", help="with the text; default: messages, prompt and completion, text"
@@ -97,7 +99,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     making.set_defaults(run=_prepare)
 
     looking = commands.add_parser("inspect", help="show what a prepared folder holds")
-    looking.add_argument("folder", type=local_path, metavar="DIR")
+    looking.add_argument("folder", type=any_path, metavar="DIR")
     looking.add_argument("--documents", type=int, default=3, help="that are shown decoded")
     looking.set_defaults(run=_inspect)
     return parser.parse_args(argv)
@@ -120,29 +122,28 @@ def _prepare(arguments: argparse.Namespace) -> None:
         skip_bad_lines=arguments.skip_bad_lines,
         piece_size=arguments.piece,
     )
-    out = arguments.out
+    inputs = [local_copy(path) for path in arguments.inputs]
     try:
-        manifest = prepare(
-            arguments.inputs, out, options, processes=arguments.workers, console=Console()
-        )
+        with written(arguments.out, last=MANIFEST) as out:
+            manifest = prepare(inputs, out, options, processes=arguments.workers, console=Console())
+            size = sum(file.stat().st_size for file in out.iterdir())
     except OSError as error:
         raise ConfigError(
-            f"{error.filename or out} cannot be written ({error.strerror}): make room there, or "
-            f"give another --out."
+            f"{error.filename or arguments.out} cannot be written ({error.strerror}): make room "
+            f"there, or give another --out."
         ) from error
-    size = sum(file.stat().st_size for file in out.iterdir())
     print(
         f"{manifest.documents:,} documents, {manifest.tokens:,} tokens in {len(manifest.shards)} "
-        f"shards in {out} ({readable_bytes(size)}); left out: {manifest.empty:,} without text, "
-        f"{manifest.unlearned:,} in which nothing counts, {manifest.bad_lines:,} that cannot be "
-        f"read; to train on them: data.source=file "
-        f"data.path={out}, and model.vocab_size={manifest.tokenizer.vocab_size} or more"
+        f"shards in {arguments.out} ({readable_bytes(size)}); left out: {manifest.empty:,} without "
+        f"text, {manifest.unlearned:,} in which nothing counts, {manifest.bad_lines:,} that cannot "
+        f"be read; to train on them: data.source=file "
+        f"data.path={arguments.out}, and model.vocab_size={manifest.tokenizer.vocab_size} or more"
     )
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
     console = Console(highlight=False, markup=False)
-    for part in describe_folder(arguments.folder, arguments.documents):
+    for part in describe_folder(local_copy(arguments.folder), arguments.documents):
         console.print(part)
 
 

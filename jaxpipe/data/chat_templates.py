@@ -213,7 +213,7 @@ def find_chat_template(name: str) -> Path | None:
     """Return the file with the chat template of a tokenizer, if it has one."""
     if name == BYTES:
         return None
-    folder = tokenizer_file(Path(name)).parent
+    folder = tokenizer_file(name).parent
     for file in (folder / _TEMPLATE, folder / _PROCESSOR_TEMPLATE, folder / TOKENIZER_CONFIG):
         if file.suffix == ".jinja" and file.exists():
             return file

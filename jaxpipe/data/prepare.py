@@ -266,7 +266,7 @@ def _complete_folder(folder: Path, manifest: FolderManifest, tokenizer: str) -> 
     """Write the tokenizer's copy and the manifest, which make the folder complete."""
     if tokenizer != BYTES:
         with replace_atomically(folder / TOKENIZER) as file:
-            file.write(tokenizer_file(Path(tokenizer)).read_bytes())
+            file.write(tokenizer_file(tokenizer).read_bytes())
     with replace_atomically(folder / MANIFEST) as file:
         file.write(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
     sync_folder(folder)

@@ -1,6 +1,7 @@
 """Open the token files that a path names: a file, a folder of files, or a glob pattern."""
 
 import glob
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from jaxpipe.data.indexed import Index, IndexedShard, describe_size_fault, open_
 from jaxpipe.data.manifest import JOURNAL, MANIFEST, FolderManifest, read_manifest
 from jaxpipe.data.parquet import open_parquet
 from jaxpipe.data.tokens import FULL_DIGEST_BYTES, IdFile, open_tokens
+from jaxpipe.runtime.storage import local_copy
 
 _SUFFIXES = (".bin", ".npy", ".parquet")
 _CHUNK = 1 << 20  # tokens checked at a time
@@ -61,8 +63,9 @@ def _find_inputs(path: str) -> list[Path]:
     """Return the files and folders that a path names, in the order of their names.
 
     A pattern matches token files and prepared folders. Files inside a matched prepared folder are
-    not listed again.
+    not listed again. Those at an address are copied to this machine once.
     """
+    path = os.fspath(local_copy(path))
     if Path(path).exists():
         return [Path(path)]
     if Path(f"{path}.bin").is_file():  # Megatron's way to name a shard

@@ -15,6 +15,7 @@ from jaxpipe.data.manifest import TokenizerEntry
 from jaxpipe.data.optional import import_optional
 from jaxpipe.data.records import MARKS, Passages
 from jaxpipe.data.spans import byte_widths, loss_mask_by_bytes, loss_mask_by_offsets
+from jaxpipe.runtime.storage import local_copy
 
 BYTES = "bytes"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -133,11 +134,12 @@ class FileTokenizer:
         return token.content if token is not None and token.special else ""
 
 
-def tokenizer_file(path: Path) -> Path:
+def tokenizer_file(name: str | Path) -> Path:
     """Return the `tokenizer.json` of a path: the path itself, or the file in a model's directory.
 
-    Raises `ConfigError` where there is none.
+    One at an address is copied to this machine. Raises `ConfigError` where there is none.
     """
+    path = local_copy(name)
     file = path / TOKENIZER if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(
@@ -153,7 +155,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == BYTES:
         return ByteTokenizer()
-    file = tokenizer_file(Path(name))
+    file = tokenizer_file(name)
     library = import_optional("tokenizers", f"the tokenizer {file}")
     try:
         tokenizer = library.Tokenizer.from_file(str(file))
@@ -180,7 +182,7 @@ def describe_tokenizer(name: str, tokenizer: Tokenizer, eod: str) -> TokenizerEn
     if name == BYTES:
         digest, known = BYTES, {"eos_token": "\0"}
     else:
-        file = tokenizer_file(Path(name))
+        file = tokenizer_file(name)
         digest = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
         known = read_json(file.parent / TOKENIZER_CONFIG)
     entry = TokenizerEntry(Path(name).name, digest, tokenizer.vocab_size, None)

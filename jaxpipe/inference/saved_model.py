@@ -19,6 +19,7 @@ from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import StoredCheckpoint, nest_by_path
 from jaxpipe.config import Config, ConfigError, build
 from jaxpipe.model import ModelConfig
+from jaxpipe.runtime.storage import AnyPath, local_copy, open_path
 
 Tree = Any
 
@@ -36,7 +37,7 @@ class SavedModel:
       variables: the model's state that is no parameter, as nested dicts of arrays; empty: none.
     """
 
-    place: Path
+    place: AnyPath
     model: ModelConfig
     serving: ServingFiles
     trained_by: Config | None
@@ -44,17 +45,20 @@ class SavedModel:
     variables: Tree
 
     @classmethod
-    def open(cls, path: Path) -> Self:
+    def open(cls, path: str | Path) -> Self:
         """Open a model; a directory with a config.json is one from Hugging Face.
 
         Raises `ConfigError` where there is no model, or it cannot be read.
         """
+        path = open_path(path)
         if not path.exists():
             raise ConfigError(
                 f"{path} does not exist: give a run's directory, one of its checkpoints, or a "
                 f"model's directory from Hugging Face."
             )
-        return cls._published(path) if (path / "config.json").is_file() else cls._trained(path)
+        if (path / "config.json").exists():
+            return cls._published(local_copy(path))
+        return cls._trained(path)
 
     @classmethod
     def _published(cls, path: Path) -> Self:
@@ -70,7 +74,7 @@ class SavedModel:
         return cls(path, model, read_serving_files(path, model), None, read, variables)
 
     @classmethod
-    def _trained(cls, path: Path) -> Self:
+    def _trained(cls, path: AnyPath) -> Self:
         checkpoint = StoredCheckpoint(
             find_newest(path, "MODEL", "a model's directory from Hugging Face, ")
         )

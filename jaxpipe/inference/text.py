@@ -1,7 +1,6 @@
 """Text of a trained model: its tokenizer, and the tokens that end a text."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,7 +63,7 @@ def tokenizer_of(saved: SavedModel, given: str = "") -> TextTokenizer:
     if given == BYTES or (not given and saved.trained_by and _is_of_bytes(saved.trained_by)):
         return ByteText()
     if given:
-        return _of_file(tokenizer_file(Path(given)).read_text(), given)
+        return _of_file(tokenizer_file(given).read_text(), given)
     if TOKENIZER in saved.serving.files:
         return _of_file(saved.serving.files[TOKENIZER].decode(), f"{TOKENIZER} of {saved.place}")
     raise ConfigError(

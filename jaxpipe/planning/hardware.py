@@ -21,6 +21,7 @@ from jaxpipe.planning.seconds import (
 )
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.devices import DEVICES, Device
+from jaxpipe.runtime.storage import AnyPath, open_path, write_whole
 
 __all__ = [
     "ITEMSIZE", "NO_COPIES", "NO_EXCHANGE", "Copies", "Hardware", "LayerSeconds", "OpSeconds",
@@ -147,7 +148,7 @@ def copies_of(config: Config, hardware: Hardware) -> Copies:
     return Copies(config.train.offload_layers, F=both, B=both, W=own)
 
 
-def read_measured(path: Path) -> OpSeconds:
+def read_measured(path: AnyPath) -> OpSeconds:
     """Read measured seconds, as `python -m jaxpipe.bench ops` writes them.
 
     The form, also for files written by hand, is `{"seconds": {"layer": {"F": s, "B": s, "W": s},
@@ -195,9 +196,9 @@ def op_seconds(config: Config, hardware: Hardware | None = None) -> OpSeconds:
     return msgspec.structs.replace(measured, copies=copies, **_rates(config, hardware))
 
 
-def own_costs(config: Config) -> Path:
+def own_costs(config: Config) -> AnyPath:
     """Path of a run's own measurements, in its folder next to the checkpoints."""
-    return Path(config.run.dir) / "costs.json"
+    return open_path(config.run.dir) / "costs.json"
 
 
 def read_own(config: Config) -> OpSeconds | None:
@@ -214,10 +215,8 @@ def read_own(config: Config) -> OpSeconds | None:
 
 def write_own(config: Config, seconds: OpSeconds) -> None:
     """Store measured seconds with the run, for every later start; may raise `OSError`."""
-    path = own_costs(config)
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {"of": _sizes(config), "seconds": msgspec.to_builtins(seconds)}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_whole(own_costs(config), (json.dumps(content, indent=1) + "\n").encode())
 
 
 def _sizes(config: Config) -> str:

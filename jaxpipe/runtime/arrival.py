@@ -9,9 +9,8 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
-from jaxpipe.runtime import processes
+from jaxpipe.runtime import processes, storage
 from jaxpipe.runtime.directory import remove_with_folders
 
 SECONDS = 280.0  # until the others are given up; jax aborts at 300
@@ -19,7 +18,7 @@ _FOLDER = "arrived"  # in the run directory
 
 
 @contextlib.contextmanager
-def arriving(directory: Path) -> Iterator[None]:
+def arriving(directory: storage.AnyPath) -> Iterator[None]:
     """Show the others that this process has come, while the body (`processes.join`) runs.
 
     If the body takes too long, the process exits with code 3 and a sentence that names those that
@@ -33,8 +32,7 @@ def arriving(directory: Path) -> Iterator[None]:
     folder = directory / _FOLDER / meeting.name
     own = folder / str(meeting.index)
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        own.write_text(socket.gethostname())
+        storage.write_whole(own, socket.gethostname().encode())
     timer = threading.Timer(SECONDS, _give_up, [folder, meeting])
     timer.daemon = True
     timer.start()
@@ -45,12 +43,13 @@ def arriving(directory: Path) -> Iterator[None]:
         remove_with_folders(own, directory.parent)
 
 
-def _give_up(folder: Path, meeting: processes.Meeting) -> None:
+def _give_up(folder: storage.AnyPath, meeting: processes.Meeting) -> None:
     came, own = {meeting.index: socket.gethostname()}, folder / str(meeting.index)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), storage.as_os_errors():
         # Files of an earlier start are older: its processes, too, waited so long before they left.
-        oldest = own.stat().st_mtime - SECONDS
-        files = [path for path in folder.iterdir() if path.stat().st_mtime > oldest]
+        oldest = storage.modified(own) - SECONDS
+        found = [path for path in folder.iterdir() if path.name.isdecimal()]
+        files = [path for path in found if storage.modified(path) > oldest]
         came |= {int(path.name): path.read_text() for path in files}
     missing = [str(index) for index in range(meeting.count) if index not in came]
     listed = ", ".join(f"{index} (on {host})" for index, host in sorted(came.items()))

@@ -13,7 +13,9 @@ from io import FileIO
 from pathlib import Path
 
 from jaxpipe.config import ConfigError
+from jaxpipe.config.paths import is_address
 from jaxpipe.runtime import processes
+from jaxpipe.runtime.storage import AnyPath, as_os_errors
 
 Say = Callable[[str], None]
 LOCK = ".lock"  # name of the lock file in a run directory
@@ -216,28 +218,11 @@ class AppendedFile:
             self._file = None
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically: to a temporary file in the same folder, which is then renamed.
-
-    Links are not followed: anything with the temporary file's name is removed first. One process at
-    a time may write a given file.
-    """
-    fresh = path.with_name(f"{path.name}.new")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh.unlink(missing_ok=True)
-    try:
-        with fresh.open("xb") as file:
-            file.write(content)
-        fresh.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            fresh.unlink(missing_ok=True)
-        raise
-
-
-def remove_with_folders(path: Path, directory: Path) -> None:
+def remove_with_folders(path: AnyPath, directory: AnyPath) -> None:
     """Remove a file, and the folders around it that are then empty, up to but not `directory`."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), as_os_errors():
         path.unlink(missing_ok=True)
+        if is_address(path):
+            return  # folders of a store are only in the names of files
         for folder in path.relative_to(directory).parents[:-1]:
             (directory / folder).rmdir()

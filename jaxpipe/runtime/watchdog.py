@@ -32,6 +32,7 @@ from jaxpipe.runtime import position, processes
 from jaxpipe.runtime.activity import activity
 from jaxpipe.runtime.coordination import HANG
 from jaxpipe.runtime.directory import remove_with_folders
+from jaxpipe.runtime.spool import Spool
 from jaxpipe.runtime.verdict import Report, Verdict, verdict
 
 Result = TypeVar("Result")
@@ -40,6 +41,7 @@ _WAKE = 1.0  # seconds between two looks at the main thread
 _PERIOD = 3.0  # most seconds between two reports of a process
 _GRACE = 2.0  # seconds that a report may be late
 _PATIENCE = 2.0  # seconds that a call to the service or the file system may take
+_UPLOAD_PATIENCE = 10.0  # seconds that an upload of the stacks may take
 _READ_AT_ONCE = 100  # processes that all read each other every second; more read less often
 _C_TIMER = 15.0  # most seconds without Python's lock until stacks are written: before others exit
 _KEYS = "jaxpipe/positions"
@@ -61,8 +63,8 @@ class Watchdog:
         self._period = _PERIOD if timeout == "auto" else min(_PERIOD, timeout / 5)
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
-        self._store, self._disk = _Patient(), _Patient()
-        self._directory: Path | None = None
+        self._store, self._disk, self._network = _Patient(), _Patient(), _Patient()
+        self._spool: Spool | None = None
         self._stacks: Any = None  # open file for stacks
         self._over = False
         self._beat, self._published = 0, -float("inf")
@@ -90,8 +92,8 @@ class Watchdog:
             self._thread.join(2 * _PATIENCE)
 
     @contextlib.contextmanager
-    def files_in(self, directory: Path) -> Iterator[None]:
-        """Use this run directory, whose lock this run has, while the body runs.
+    def files_in(self, spool: Spool) -> Iterator[None]:
+        """Use the folder of this run, whose lock it has, while the body runs.
 
         The file for stacks is removed at the end: it is empty unless the run hangs. The position
         stays, except if the run is refused, which leaves the directory as it was.
@@ -99,9 +101,10 @@ class Watchdog:
         if not self._thread:
             yield
             return
+        directory = spool.folder
         path = directory / FILES / f"process-{self._index}.json"
         before = path.read_text() if path.exists() else ""
-        self._directory, is_refused = directory, False
+        self._spool, is_refused = spool, False
         self._publish(self._report())  # at once: the first steps may take less than a period
         try:
             yield
@@ -164,12 +167,16 @@ class Watchdog:
         self._published = time.monotonic()
         self._beat += 1
         text = msgspec.json.encode(report).decode()
+        name, answered = f"{FILES}/process-{self._index}.json", True
         if service := self._service:
             key = f"{_KEYS}/{self._index}"
-            self._store.call(lambda: service.client.key_value_set(key, text, allow_overwrite=True))
-        if directory := self._directory:
-            path = directory / FILES / f"process-{self._index}.json"
-            self._disk.call(lambda: _overwrite(path, text))
+            answered = self._store.call(
+                lambda: service.client.key_value_set(key, text, allow_overwrite=True) or True
+            )
+        if spool := self._spool:
+            self._disk.call(lambda: _overwrite(spool.folder / name, text))
+            if not answered:  # the others, too, will look for files
+                self._network.call(lambda: spool.share(name, text))
 
     def _judge(self, own: Report) -> Verdict | None:
         """The verdict, or None while it is not yet known which processes still send reports."""
@@ -197,19 +204,18 @@ class Watchdog:
         texts, service = None, self._service
         if service:
             texts = self._store.call(lambda: list(service.numbered(_KEYS).values()))
-            if texts is None and self._directory:
-                folder = self._directory / FILES
-                texts = self._disk.call(lambda: [p.read_text() for p in folder.glob("*.json")])
+            if texts is None and self._spool:
+                texts = self._network.call(lambda: self._spool.read_shared(FILES))
         return {report.process: report for report in reports_in(texts or [], self._started)}
 
     def _sentence(self, found: Verdict) -> str:
-        folder = self._directory and self._directory / STACKS / self._started
+        folder = self._spool and self._spool.shared / STACKS / self._started
         return f"{found.sentence}; stacks of all threads: {folder or 'not written, no run.dir yet'}"
 
     def _arm(self) -> None:
         """Let C code write the stacks if this thread is not scheduled again for a while."""
-        if not self._stacks and self._directory:
-            folder = self._directory / STACKS
+        if not self._stacks and self._spool:
+            folder = self._spool.folder / STACKS
             self._disk.call(lambda: self._open(folder))
         if self._stacks:
             seconds = _C_TIMER if self._timeout == "auto" else min(_C_TIMER, self._timeout)
@@ -229,12 +235,15 @@ class Watchdog:
         if stacks := self._stacks:
             faulthandler.cancel_dump_traceback_later()
             _Patient().call(lambda: faulthandler.dump_traceback(stacks, all_threads=True))
+        if spool := self._spool:
+            _Patient(_UPLOAD_PATIENCE).call(spool.upload)
 
 
 class _Patient:
     """Makes calls that may never return, each in a thread; one that still runs stops the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = _PATIENCE) -> None:
+        self._seconds = seconds
         self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[[], Result]) -> Result | None:
@@ -249,7 +258,7 @@ class _Patient:
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
-        self._thread.join(_PATIENCE)
+        self._thread.join(self._seconds)
         return results[0] if results else None
 
 

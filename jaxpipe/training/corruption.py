@@ -24,6 +24,7 @@ import numpy as np
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.compile_cache import compile_timed
 from jaxpipe.runtime.directory import WriteGuard
+from jaxpipe.runtime.spool import local_folder
 from jaxpipe.training.history import versions
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
@@ -73,7 +74,7 @@ class CorruptionCheck:
         results = np.stack([run.fingerprints for run in runs])
         devices = np.array([[device.id for device in run.devices] for run in runs])
         wrong = outvoted(results, devices)
-        folder = Path(self._trainer.config.run.dir) / FOLDER / f"step-{step}"
+        folder = local_folder(self._trainer.config.run.dir) / FOLDER / f"step-{step}"
         with WriteGuard(self._say).attempt(str(folder)):
             self._keep(folder, batch, runs, wrong)
         differing = int((results != results[0]).any(axis=0).sum())

@@ -7,12 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from jaxpipe.checkpoint.listing import list_steps
 from jaxpipe.config import Config
 from jaxpipe.runtime import position, processes
+from jaxpipe.runtime.storage import open_path
 
 _LOOK_SECONDS = 0.5  # between two looks whether a checkpoint is complete
 
@@ -32,8 +32,8 @@ class Exports:
 
     def __init__(self, config: Config, say: Callable[[str], None]):
         self._every, self._say = config.checkpoint.export_every, say
-        self._checkpoints = Path(config.run.dir) / "checkpoints"
-        self._exports = Path(config.run.dir) / "exports"
+        self._checkpoints = open_path(config.run.dir) / "checkpoints"
+        self._exports = open_path(config.run.dir) / "exports"
         self._steps: queue.Queue[int | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="exports", daemon=True)
         self._ends = threading.Event()  # every save is complete, or has failed
@@ -65,7 +65,7 @@ class Exports:
 
     def _export(self, step: int) -> None:
         target = self._exports / str(step)
-        if target.exists():  # written before the run was resumed
+        if (target / "config.json").exists():  # written before the run was resumed
             return
         words = [str(self._checkpoints / str(step)), str(target)]
         command = [sys.executable, "-m", "jaxpipe.checkpoint", "export", *words]

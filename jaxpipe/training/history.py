@@ -13,7 +13,9 @@ import jax
 import msgspec
 
 from jaxpipe.config import Config, to_toml
-from jaxpipe.runtime.directory import AppendedFile, WriteGuard, write_whole
+from jaxpipe.runtime.directory import AppendedFile, WriteGuard
+from jaxpipe.runtime.spool import local_folder
+from jaxpipe.runtime.storage import write_whole
 
 
 def note_start(config: Config, step: int, guard: WriteGuard) -> None:
@@ -22,7 +24,7 @@ def note_start(config: Config, step: int, guard: WriteGuard) -> None:
     Overwrites `<run.dir>/config.toml` with the full configuration and appends a line to
     `<run.dir>/starts.jsonl`. `guard` reports a file that cannot be written.
     """
-    directory = Path(config.run.dir)
+    directory = local_folder(config.run.dir)
     with guard.attempt(str(directory / "config.toml")):
         write_whole(directory / "config.toml", to_toml(config).encode())
     start = {"step": step, "time": datetime.now(UTC).isoformat(timespec="seconds")}

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.runtime.directory import WriteGuard
+from jaxpipe.runtime.spool import local_folder
 
 Shown = Mapping[str, float | np.ndarray]  # by name: a scalar, or finite numbers for a histogram
 
@@ -55,7 +56,7 @@ class WeightsAndBiases:
                 project=config.log.wandb_project,
                 group=name,
                 name=f"{name} from step {last_step}",
-                dir=config.run.dir,
+                dir=str(local_folder(config.run.dir)),
                 mode=mode,
                 config=msgspec.to_builtins(config),
                 settings=wandb.Settings(console="off"),  # wandb would disturb the progress line

@@ -16,6 +16,7 @@ from jaxpipe.checkpoint import CheckpointStore
 from jaxpipe.data.batches import DocumentLengths
 from jaxpipe.data.sources import RunData
 from jaxpipe.runtime import position, processes
+from jaxpipe.runtime.spool import Spool
 from jaxpipe.training.bubble import BubbleMeter
 from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.corruption import EXIT_CODE, CorruptionCheck
@@ -37,8 +38,9 @@ from jaxpipe.training.unread import Dispatched, UnreadSteps
 class TrainLoop:
     """The training loop of a started run.
 
-    `log` is None except on the first process; `exports` is told of every save, unless it is None;
-    `tasks` returns further numbers of a state, every `train.evaluate_every` steps.
+    `log` is None except on the first process; `exports` is told of every save, and `spool` uploads
+    logs before it, unless they are None; `tasks` returns further numbers of a state, every
+    `train.evaluate_every` steps.
     """
 
     trainer: Trainer
@@ -48,6 +50,7 @@ class TrainLoop:
     log: MetricsLog | None
     exports: Exports | None = None
     tasks: Callable[[State], dict[str, float]] | None = None
+    spool: Spool | None = None
 
     @cached_property
     def steps(self) -> CompiledSteps:
@@ -210,6 +213,8 @@ class TrainLoop:
     def _save(self, step: int, state: State, seen: DataPosition) -> None:
         position.enter("save", step)
         meta = describe(self.trainer, self.data, seen, state.guard)
+        if self.spool:
+            self.spool.upload()  # a run that goes on from the checkpoint has the log up to it
         self.checkpoints.save(step, state.parts(), meta)
         if self.exports:
             self.exports.add(step)

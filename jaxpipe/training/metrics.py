@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe.runtime.directory import AppendedFile, WriteGuard, write_whole
+from jaxpipe.runtime.directory import AppendedFile, WriteGuard
+from jaxpipe.runtime.storage import write_whole
 from jaxpipe.training.loggers import Logger
 
 Value = float | list[Any]  # a number, or nested lists of numbers

@@ -9,6 +9,7 @@ import jax
 from jaxpipe.config import Config, first_line
 from jaxpipe.runtime import position
 from jaxpipe.runtime.directory import WriteGuard
+from jaxpipe.runtime.spool import local_folder
 from jaxpipe.training.fused import round_to_programs
 
 
@@ -46,7 +47,9 @@ class Window:
         if first:
             steps = round_to_programs(config.train, range(first, first + count))
             self._begin, self._end = steps.start - 1, steps.stop - 1
-        self._directory = Path(config.run.dir) / "profile" / f"process-{jax.process_index()}"
+        self._directory = (
+            local_folder(config.run.dir) / "profile" / f"process-{jax.process_index()}"
+        )
         self._say, self._guard = say, WriteGuard(say)
         self._open = contextlib.ExitStack()
         self._recorded = ""  # message to print when the open recording ends

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpipe.planning.page import write_page
+from jaxpipe.runtime.storage import AnyPath, open_path
 from jaxpipe.training.status import check_directory
 
 _BUCKETS = 2000  # of a series; a screen has about as many columns
@@ -31,19 +32,20 @@ _PANELS = (
 )
 
 
-def write_report(directory: Path) -> str:
-    """Write `<directory>/report.html` and return a line that names it.
+def write_report(run_dir: str) -> str:
+    """Write `<run_dir>/report.html` and return a line that names it.
 
     Raises `ConfigError` if the directory is not that of a run, or cannot be written.
     """
+    directory = open_path(run_dir)
     check_directory(directory)
     path = directory / "report.html"
-    title = f"run {directory.resolve().name}"
+    title = f"run {Path(run_dir).resolve().name}"
     write_page(path, title, "jaxpipe.training", "report.js", report_data(directory))
     return f"wrote {path}: open it in a browser"
 
 
-def report_data(directory: Path) -> dict[str, Any]:
+def report_data(directory: AnyPath) -> dict[str, Any]:
     """Return what the page shows: panels of series, whose points are `[step, value]`.
 
     A metric that is a list has a series per index. A series of many steps keeps the least and the
@@ -68,9 +70,10 @@ def report_data(directory: Path) -> dict[str, Any]:
     return {"steps": last, "panels": panels}
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def _records(path: AnyPath) -> Iterator[dict[str, Any]]:
     """The complete lines of a log; the last one may be incomplete while the run goes on."""
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    content = path.read_bytes() if path.exists() else b""
+    for line in content.decode(errors="replace").splitlines():
         try:
             record = json.loads(line)
         except ValueError:

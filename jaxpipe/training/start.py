@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,13 +19,14 @@ from jaxpipe.data.sources import RunData
 from jaxpipe.data.token_files import find_prepared_folders
 from jaxpipe.model.lora import NAME as LORA
 from jaxpipe.planning import Devices, RunPlan, resolve
+from jaxpipe.runtime.storage import AnyPath, local_copy, open_path
 from jaxpipe.training.state import State
 from jaxpipe.training.step_guard import StepGuard
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
 Say = Callable[[str], None]
-Check = Callable[[Path, dict[str, Any]], None]
+Check = Callable[[AnyPath, dict[str, Any]], None]
 
 
 class DataPosition(NamedTuple):
@@ -83,7 +83,7 @@ def _started(
         )
     if resume in ("auto", "none"):
         return _fresh(trainer, trainer.init_parameters()), DataPosition(), {}
-    path = find_newest(Path(resume), "checkpoint.resume", "'auto', 'none', ")
+    path = find_newest(open_path(resume), "checkpoint.resume", "'auto', 'none', ")
     patterns = trainer.config.checkpoint.exclude
     but = f", but {', '.join(patterns)} new" if patterns else ""
     if trainer.config.checkpoint.parameters_only:
@@ -110,7 +110,7 @@ def _fresh(trainer: Trainer, params: Tree) -> State:
     shapes = jax.eval_shape(lambda: params)
     own = tuple({LORA: layer[LORA]} for layer in shapes["layers"])
     placed = place_parameters(
-        peft_reader(Path(lora.adapter), trainer.config.model, lora),
+        peft_reader(local_copy(lora.adapter), trainer.config.model, lora),
         {"embed_head": {}, "layers": own},
         trainer.layout,
         trainer.sharding,
@@ -195,7 +195,7 @@ def position_in(meta: dict[str, Any], config: Config) -> DataPosition:
 
 
 def _read(
-    path: Path,
+    path: AnyPath,
     checkpoints: CheckpointStore,
     like: Any,
     exclusion: Exclusion,

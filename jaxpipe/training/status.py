@@ -3,17 +3,17 @@
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 
 from jaxpipe.checkpoint.listing import list_steps
 from jaxpipe.config import ConfigError
+from jaxpipe.runtime.storage import AnyPath, open_path, size_of
 from jaxpipe.runtime.verdict import Report
 from jaxpipe.runtime.watchdog import FILES, STACKS, reports_in
 
 _RECENT = 20.0  # seconds since the last report of a process that still runs
 
 
-def status(directory: Path) -> str:
+def status(run_dir: str) -> str:
     """Lines on the last step, the checkpoints, every process, profiles, and stacks of hangs.
 
     It reads no lock and asks no process, so it does not disturb the run. A process whose host's
@@ -22,18 +22,19 @@ def status(directory: Path) -> str:
     Raises:
       ConfigError: the directory is not that of a run.
     """
+    directory = open_path(run_dir)
     check_directory(directory)
     lines = [*_step(directory), *_saved(directory), *_running(directory)]
     return "\n".join([*lines, *recordings(directory)])
 
 
-def check_directory(directory: Path) -> None:
+def check_directory(directory: AnyPath) -> None:
     """Raise `ConfigError` if the directory is not that of a run."""
     if not (directory / "config.toml").exists() and not (directory / FILES).is_dir():
         raise ConfigError(f"{directory} is no directory of a run: give the run.dir of one.")
 
 
-def recordings(directory: Path) -> Iterator[str]:
+def recordings(directory: AnyPath) -> Iterator[str]:
     """A line for the profiles in a run's directory, and one for every start that hung."""
     profiles = sorted((directory / "profile").glob("process-*/plugins/profile/*"))
     if profiles:
@@ -44,15 +45,15 @@ def recordings(directory: Path) -> Iterator[str]:
             yield f"the run hung: stacks of all threads are in {start}"
 
 
-def _size(path: Path) -> int:
+def _size(path: AnyPath) -> int:
     """The size of a file; 0 if a starting run has just removed it."""
     try:
-        return path.stat().st_size
+        return size_of(path)
     except FileNotFoundError:
         return 0
 
 
-def _step(directory: Path) -> Iterator[str]:
+def _step(directory: AnyPath) -> Iterator[str]:
     """The last complete line of metrics.jsonl."""
     path = directory / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -67,13 +68,13 @@ def _step(directory: Path) -> Iterator[str]:
     yield "no step is logged"
 
 
-def _saved(directory: Path) -> Iterator[str]:
+def _saved(directory: AnyPath) -> Iterator[str]:
     steps = list_steps(directory / "checkpoints")
     listed = ", ".join(map(str, steps[-5:]))
     yield f"checkpoints: {listed}" if steps else "no checkpoint"
 
 
-def _running(directory: Path) -> Iterator[str]:
+def _running(directory: AnyPath) -> Iterator[str]:
     """A line for every process of the newest start."""
     files = sorted((directory / FILES).glob("process-*.json"))
     reports = list(reports_in([file.read_text() for file in files]))

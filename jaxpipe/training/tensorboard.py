@@ -4,7 +4,6 @@ import os
 import socket
 import struct
 import time
-from pathlib import Path
 
 import numpy as np
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -15,6 +14,7 @@ from tensorboardX.summary import histogram, scalar
 
 from jaxpipe.config import Config
 from jaxpipe.runtime.directory import AppendedFile
+from jaxpipe.runtime.spool import local_folder
 from jaxpipe.training.loggers import Shown
 
 _BINS = 64  # bins of a histogram
@@ -29,7 +29,7 @@ class TensorBoard:
     """
 
     def __init__(self, config: Config, last_step: int):
-        directory = Path(config.run.dir) / "tensorboard"
+        directory = local_folder(config.run.dir) / "tensorboard"
         self.name = str(directory)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
         self._file = AppendedFile(directory / name)

@@ -57,31 +57,33 @@ def test_help_says_how_settings_are_given_before_the_exit_codes(command, capsys)
 
 
 @pytest.mark.parametrize(
-    "key", ["run.dir", "data.path", "data.heldout_path", "checkpoint.resume",
-            "parallel.costs", "parallel.schedule_file"],
+    ("key", "url", "why"),
+    [("parallel.costs", "s3://bucket/run", "is a URL, but this is read and written on a disk"),
+     ("parallel.schedule_file", "gs://b/x", "is a URL, but this is read and written on a disk"),
+     ("run.dir", "hf://a/b", "begins with hf://, but what holds checkpoints"),
+     ("checkpoint.resume", "file:///tmp/x", "begins with file://, but what holds checkpoints"),
+     ("data.path", "nowhere://a", "begins with nowhere://, which fsspec does not know")],
 )  # fmt: skip
-@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://b/x", "hf://a/b", "file:///tmp/x"])
-def test_urls_are_no_paths(key, url, tmp_path, monkeypatch, capsys):
+def test_addresses_that_nothing_reads_are_refused(key, url, why, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    said = _refused(train, [CONFIG, f"{key}={url}"], capsys)
-    assert f"{key}='{url}' is a URL, but only local paths" in said
+    assert f"{key}='{url}' {why}" in _refused(train, [CONFIG, f"{key}={url}"], capsys)
     assert not list(tmp_path.iterdir())
 
 
-def test_urls_are_no_paths_elsewhere_either(tmp_path, monkeypatch, capsys):
+def test_addresses_are_refused_elsewhere_too(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert "is a URL" in _refused(train, ["s3://b/c.toml"], capsys)
-    with pytest.raises(ConfigError, match=r"data.sources\[1\].path='s3://b/x' is a URL"):
-        load(CONFIG, ["data.sources=[{path='a'}, {path='s3://b/x'}]"])
-    for command in (["jaxpipe.checkpoint", "export", "s3://b/1", "out"],
-                    ["jaxpipe.checkpoint", "import", "s3://b", CONFIG],
-                    ["jaxpipe.data", "prepare", "s3://b/x", "--tokenizer", "bytes", "--out",
+    with pytest.raises(ConfigError, match=r"data.sources\[1\].path='no://b/x' begins with no://"):
+        load(CONFIG, ["data.sources=[{path='a'}, {path='no://b/x'}]"])
+    for command in (["jaxpipe.checkpoint", "export", "no://b/1", "out"],
+                    ["jaxpipe.checkpoint", "import", "no://b", CONFIG],
+                    ["jaxpipe.data", "prepare", "no://b/x", "--tokenizer", "bytes", "--out",
                      "o"]):  # fmt: skip
         ran = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True,
                              env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
                              check=False)  # fmt: skip
         assert ran.returncode == 2
-        assert "is a URL" in ran.stderr
+        assert "begins with no://, which fsspec does not know" in ran.stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -13,7 +13,8 @@ from event_files import read_events
 
 from jaxpipe import train
 from jaxpipe.config import load
-from jaxpipe.runtime.directory import AppendedFile, WriteGuard, write_whole
+from jaxpipe.runtime.directory import AppendedFile, WriteGuard
+from jaxpipe.runtime.storage import write_whole
 from jaxpipe.training.loggers import open_loggers
 from jaxpipe.training.metrics import MetricsLog
 

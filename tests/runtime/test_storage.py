@@ -1,0 +1,156 @@
+"""Files in an object store, and the messages where one cannot be used."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import SMALL
+from object_store import BUCKET, client, keys, read, s3_server
+
+from jaxpipe.config import ConfigError, load
+from jaxpipe.data.__main__ import main as data
+from jaxpipe.data.token_files import open_documents
+from jaxpipe.runtime import storage
+from jaxpipe.runtime.directory import locked
+from jaxpipe.runtime.spool import Spool
+
+ROOT = f"s3://{BUCKET}"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as found:
+        yield found
+
+
+@pytest.fixture
+def store(server, tmp_path, monkeypatch):
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return server
+
+
+def put(server, key, content=b"x"):
+    client(server).put_object(Bucket=BUCKET, Key=key, Body=content)
+
+
+def tokens_of(path):
+    return int(open_documents(path, 256).lengths.sum())
+
+
+def test_a_folder_is_moved_and_removed_with_its_commit_first(store):
+    for name in ("a/1/state/x", "a/1/commit_success.txt"):
+        put(store, name)
+    changes = []
+    store.on_request = lambda method, _: method in ("PUT", "POST") and changes.append(method)
+    storage.move_tree(storage.open_path(f"{ROOT}/a/1"), storage.open_path(f"{ROOT}/a/damaged-1"))
+    assert changes == ["POST", "PUT", "POST"]  # removes the commit; copies; removes the rest
+    assert keys(store, "a/") == ["a/damaged-1/state/x"]
+    storage.remove_tree(storage.open_path(f"{ROOT}/a/damaged-1"))
+    assert not keys(store, "a/")
+
+
+def test_what_is_read_is_copied_once_until_it_changes(store):
+    put(store, "tokens/a.bin", np.arange(9, dtype="<u2").tobytes())
+    put(store, "tokens/a.json", b'{"dtype": "uint16"}')
+    put(store, "tokens/ab.bin", b"\0\0")
+    for name in ("tokens/a.bin", "tokens/a.*", "tokens/a"):
+        assert tokens_of(f"{ROOT}/{name}") == 9
+    folder = storage.local_copy(f"{ROOT}/tokens")
+    assert storage.list_files(folder) == ["a.bin", "a.json", "ab.bin"]
+    read = []
+    store.on_request = lambda method, path: read.append(path) if path.endswith(".bin") else None
+    assert storage.local_copy(f"{ROOT}/tokens/") == folder
+    assert not [path for path in read if "tokens/a" in path]
+    put(store, "tokens/a.bin", b"\1\0" * 8)
+    assert tokens_of(f"{ROOT}/tokens/a.bin") == 8
+    with pytest.raises(ConfigError, match=r"tokens/c.bin does not exist"):
+        storage.local_copy(f"{ROOT}/tokens/c.bin")
+
+
+def test_text_is_prepared_from_a_store_to_a_store(store, capsys):
+    put(store, "texts/a.txt", b"some text")
+    command = ["prepare", f"{ROOT}/texts", "--tokenizer", "bytes", "--out", f"{ROOT}/prepared"]
+    order = []
+    store.on_request = lambda method, path: order.append(path) if method == "PUT" else None
+    assert data([*command, "--workers", "1"]) == 0
+    assert order[-1].endswith("prepared/manifest.json")
+    assert tokens_of(f"{ROOT}/prepared") == 10  # with the end of the document
+    assert data([*command, "--workers", "1"]) == 2
+    assert f"{ROOT}/prepared exists and is not empty" in capsys.readouterr().err
+
+
+def test_a_spool_begins_with_the_store_and_uploads_what_changes(store):
+    put(store, "run/metrics.jsonl", b"old\n")
+    put(store, "run/checkpoints/2/x")
+    spool = Spool(f"{ROOT}/run", print)
+    with locked(spool.folder, print):
+        (spool.folder / "stale").write_text("of a start that was killed")
+        with spool:
+            assert storage.list_files(spool.folder) == [".lock", "metrics.jsonl"]
+            with (spool.folder / "metrics.jsonl").open("a") as file:
+                file.write("new\n")
+            puts = []
+            store.on_request = lambda method, path: puts.append(path) if method == "PUT" else None
+            spool.upload()
+            spool.upload()
+            assert puts == [f"/{BUCKET}/run/metrics.jsonl"]
+            (spool.folder / "hangs").mkdir()
+            (spool.folder / "hangs" / "x.txt").write_text("stack")
+    assert read(store, "run/metrics.jsonl") == "old\nnew\n"
+    assert keys(store, "run/hangs") == ["run/hangs/x.txt"]
+
+
+def test_on_a_disk_a_spool_is_the_run_directory(tmp_path):
+    with Spool(str(tmp_path), print) as spool:
+        (tmp_path / "file").write_text("kept")
+    assert spool.folder == tmp_path
+    assert (tmp_path / "file").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [("run.dir=weird://b/x", "begins with weird://, but what holds checkpoints begins with gs://"),
+     ("data.path=weird://b/x", "begins with weird://, which fsspec does not know"),
+     ("run.dir=s3://", "names no bucket: give it as s3://BUCKET/FOLDER"),
+     ("run.dir=s3:/b/x", "is no path and no address"),
+     ("parallel.costs=s3://b/x", "is read and written on a disk only")],
+)  # fmt: skip
+def test_an_address_that_cannot_be_used_is_refused_when_it_is_read(setting, message):
+    with pytest.raises(ConfigError) as refused:
+        load(SMALL, [setting])
+    assert message in str(refused.value)
+    assert str(refused.value).startswith(setting.partition("=")[0])
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    from fsspec.registry import _registry
+
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(_registry, "s3", raising=False)
+    with pytest.raises(ConfigError, match="not installed: pip install s3fs"):
+        load(SMALL, ["run.dir=s3://bucket/run"])
+
+
+def test_no_bucket_and_no_credentials_are_one_sentence_each(store):
+    def refusal(bucket, without=()):
+        environment = {"PATH": "", "HOME": "/nonexistent", **store.environment}
+        environment = {k: v for k, v in environment.items() if k not in without}
+        ran = subprocess.run(
+            [sys.executable, "-m", "jaxpipe.train", str(SMALL), f"run.dir=s3://{bucket}/run"],
+            capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
+            env={**environment, "XDG_CACHE_HOME": storage.cache_folder("x"), "JAX_PLATFORMS": "cpu",
+                 "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        )  # fmt: skip
+        assert ran.returncode == 2, ran.stderr
+        return ran.stderr
+
+    said = refusal("nowhere")
+    assert said.count("\n") == 1
+    assert "there is no bucket 'nowhere'; create it" in said
+    said = refusal(BUCKET, without=("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
+    assert said.count("\n") == 1
+    assert "credentials" in said
