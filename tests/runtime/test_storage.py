@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import SMALL
-from object_store import BUCKET, client, keys, read, s3_server
+from object_store import BUCKET, clear, client, keys, read, s3_server
 
 from jaxpipe.config import ConfigError, load
 from jaxpipe.data.__main__ import main as data
@@ -21,8 +21,9 @@ ROOT = f"s3://{BUCKET}"
 
 @pytest.fixture(scope="module")
 def server():
-    with s3_server() as found:
-        yield found
+    server = s3_server()
+    clear(server)
+    return server
 
 
 @pytest.fixture

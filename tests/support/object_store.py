@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from contextlib import contextmanager
+from functools import cache
 
 import pytest
 
@@ -18,8 +18,7 @@ class Server:
         self.on_request = lambda method, path: None
         self._app = app
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
         self.environment = {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._server.server_port}",
             "AWS_ACCESS_KEY_ID": "test",
@@ -33,25 +32,24 @@ class Server:
         self.on_request(environ["REQUEST_METHOD"], environ["PATH_INFO"])
         return self._app(environ, start_response)
 
-    def stop(self):
-        self._server.shutdown()
-        self._thread.join()
 
-
-@contextmanager
+@cache  # clients remember the address of the first server of a process
 def s3_server():
-    """Yield a server that has the bucket `BUCKET`."""
+    """Return a server that has the bucket `BUCKET`."""
     for package in ("s3fs", "moto", "flask"):
         pytest.importorskip(package, reason=f"needs pip install 'moto[server]' s3fs ({package})")
     from moto.server import DomainDispatcherApplication, create_backend_app
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = Server(DomainDispatcherApplication(create_backend_app))
-    try:
-        client(server).create_bucket(Bucket=BUCKET)
-        yield server
-    finally:
-        server.stop()
+    client(server).create_bucket(Bucket=BUCKET)
+    return server
+
+
+def clear(server):
+    """Remove all files."""
+    for key in keys(server):
+        client(server).delete_object(Bucket=BUCKET, Key=key)
 
 
 def client(server):

@@ -13,7 +13,7 @@ import time
 
 import pytest
 from commands import SMALL, losses, start, train_command
-from object_store import BUCKET, keys, read, s3_server
+from object_store import BUCKET, clear, keys, read, s3_server
 
 from jaxpipe import train
 
@@ -31,8 +31,9 @@ ONE = ["parallel.pp=1", "parallel.dp=1", "train.microbatch_size=4"]
 
 @pytest.fixture(scope="module")
 def server():
-    with s3_server() as found:
-        yield found
+    server = s3_server()
+    clear(server)
+    return server
 
 
 @pytest.fixture
