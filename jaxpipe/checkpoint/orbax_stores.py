@@ -2,25 +2,42 @@
 
 It asks in few places whether a path is Google's, and then writes in place, with a commit file last,
 through TensorStore's driver, which has one for S3 as well. Here these places learn of S3. They are
-no documented functions of Orbax: `tests/checkpoint/test_object_stores.py` runs all of them.
+no documented functions of Orbax: `tests/training/test_object_store_runs.py` runs all of them.
 """
 
 import functools
 import os
 from typing import Any
 
-from orbax.checkpoint._src.path import gcs_utils
-from orbax.checkpoint._src.serialization import tensorstore_utils
-
+from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import is_address
-from jaxpipe.runtime.storage import COMMIT
+from jaxpipe.runtime.storage import COMMIT, AnyPath
 
 _PREFIXES = ("gs://", "s3://")
 
 
+def use_store_of(directory: AnyPath) -> None:
+    """Let Orbax read and write checkpoints in a directory; one on a disk needs nothing.
+
+    Raises `ConfigError` where the installed Orbax cannot be taught.
+    """
+    if not is_address(directory):
+        return
+    try:
+        _teach_orbax()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"checkpoints at {directory} need another version of Orbax ({error}): pip install "
+            f"orbax-checkpoint==0.12.8, or give a path on a disk."
+        ) from error
+
+
 @functools.cache
-def use_stores() -> None:
-    """Let Orbax read and write checkpoints at gs:// and s3://; a path on a disk stays as it is."""
+def _teach_orbax() -> None:
+    from orbax.checkpoint._src.path import gcs_utils
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    _ = tensorstore_utils._use_gcs_driver  # older versions have none
     of_google, normalize = gcs_utils.get_kvstore_for_gcs, tensorstore_utils._normalize_path
     remove = gcs_utils.rmtree
 

@@ -26,7 +26,7 @@ from jaxpipe.checkpoint.keying import StateKeying
 from jaxpipe.checkpoint.listing import list_steps, list_unfinished
 from jaxpipe.checkpoint.memory import return_freed_memory
 from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
-from jaxpipe.checkpoint.orbax_stores import use_stores
+from jaxpipe.checkpoint.orbax_stores import use_store_of
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime import processes, storage
 from jaxpipe.runtime.storage import AnyPath
@@ -79,7 +79,7 @@ class CheckpointStore:
         self.carried: dict[str, Any] = {}
         self._say = say
         self._quiet = contextlib.ExitStack()
-        use_stores()
+        use_store_of(self.directory)
         with processes.first_before_others("checkpoints"):
             _check_writable(self.directory)
             self._remove_unfinished()  # left by a killed process: no other run writes here

@@ -32,7 +32,7 @@ from jaxpipe.checkpoint.integrity import (
     succeed_on_all_processes,
 )
 from jaxpipe.checkpoint.listing import is_complete
-from jaxpipe.checkpoint.orbax_stores import use_stores
+from jaxpipe.checkpoint.orbax_stores import use_store_of
 from jaxpipe.config import Config, ConfigError, from_builtins
 from jaxpipe.model.lora import NAME
 from jaxpipe.runtime.storage import AnyPath, absolute
@@ -111,7 +111,7 @@ def save_parameters(directory: AnyPath, state: Tree, meta: dict[str, Any]) -> An
 
 @contextlib.contextmanager
 def _manager(directory: AnyPath) -> Iterator[ocp.CheckpointManager]:
-    use_stores()
+    use_store_of(directory)
     registry = type_handlers.create_type_handler_registry(
         (LazyArray, _LazyHandler()), (jax.Array, type_handlers.ArrayHandler())
     )
@@ -143,7 +143,7 @@ class StoredCheckpoint:
     directory: AnyPath
 
     def __post_init__(self) -> None:
-        use_stores()
+        use_store_of(self.directory)
         _ = self.meta
 
     @functools.cached_property

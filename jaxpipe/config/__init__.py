@@ -1,21 +1,18 @@
 """The settings of a run and how they are read. Imports no jax."""
 
 from jaxpipe.config.errors import ConfigError, first_line
+from jaxpipe.config.files import CheckpointConfig, DataConfig, RunConfig, SourceConfig
 from jaxpipe.config.functions import is_custom, load_function
 from jaxpipe.config.reading import build, from_builtins, load, read_overrides, to_toml
 from jaxpipe.config.sections import (
-    CheckpointConfig,
     Config,
-    DataConfig,
     DebugConfig,
     LogConfig,
     LoraConfig,
     OptimizerConfig,
     ParallelConfig,
     PreferenceConfig,
-    RunConfig,
     RuntimeConfig,
-    SourceConfig,
     TrainConfig,
 )
 

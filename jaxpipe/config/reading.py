@@ -17,8 +17,9 @@ import msgspec
 import tomli_w
 
 from jaxpipe.config.errors import ConfigError
+from jaxpipe.config.files import AnyPath, LocalPath, StatePath
 from jaxpipe.config.paths import CHECKPOINT_STORES, check_local, check_path
-from jaxpipe.config.sections import AnyPath, Config, LocalPath, StatePath
+from jaxpipe.config.sections import Config
 from jaxpipe.model import FAMILIES, PRESETS, ModelConfig
 
 _RENAMED = {"parallel": {"sdp": "cp"}}  # keys of older configurations, and their present names

@@ -5,29 +5,25 @@ from typing import Annotated, Generic, Literal, TypeVar
 
 from msgspec import Meta
 
+from jaxpipe.config.files import (
+    AnyPath,
+    CheckpointConfig,
+    DataConfig,
+    LocalPath,
+    RunConfig,
+)
 from jaxpipe.config.watching import DebugConfig, LogConfig, RuntimeConfig, Section
 from jaxpipe.model import ModelConfig
 from jaxpipe.model.family import INT32_MAX, Count, Positive
 from jaxpipe.partition.sequence import Method, padded_length
 
 Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-LocalPath = Annotated[str, Meta(extra={"path": "local"})]  # relative to the current directory
-AnyPath = Annotated[str, Meta(extra={"path": "any"})]  # the same, or an address known to fsspec
-StatePath = Annotated[str, Meta(extra={"path": "state"})]  # the same, or gs://..., s3://...
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 DecayRate = Annotated[float, Meta(ge=0, lt=1)]
 
 
 Model = TypeVar("Model", bound=ModelConfig)
-
-
-class RunConfig(Section, kw_only=True):
-    """`[run]`: the run directory."""
-
-    # folder of data, checkpoints and metrics, or its address gs://... or s3://...; empty:
-    # runs/<config's name>
-    dir: StatePath = ""
 
 
 class ParallelConfig(Section, kw_only=True):
@@ -268,59 +264,6 @@ class OptimizerConfig(Section, kw_only=True):
     warmup_steps: Count = 0  # steps of linear warm-up from lr / warmup_steps to lr
     min_lr_ratio: Fraction = 0.1  # final lr over peak lr; for inverse_sqrt the lower limit
     wsd_decay_fraction: Fraction = 0.2  # share of all steps in which wsd and wsd_sqrt decay
-
-
-class SourceConfig(Section, kw_only=True):
-    """`[[data.sources]]`: one source of a mixture."""
-
-    path: AnyPath  # file of token ids, folder of such files, or pattern like "tokens/*.bin"
-    weight: Annotated[float, Meta(ge=0)] = 1.0  # share of the samples, relative to other sources
-
-
-class DataConfig(Section, kw_only=True):
-    """`[data]`: the source of tokens."""
-
-    # stdlib: bytes of Python's standard library; dummy: random tokens; file: token ids from path
-    source: Literal["stdlib", "dummy", "file"] = "stdlib"
-    path: AnyPath = ""  # file of token ids, folder of them, or pattern like "tokens/*.bin"
-    sources: tuple[SourceConfig, ...] = ()  # mixture of sources, in place of source and path
-    heldout_path: AnyPath = ""  # tokens of held-out losses; empty: the end of each source
-    heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05  # share held out without that path
-    shuffle: bool = True  # new order of samples every epoch
-    # several documents per row, which do not attend to each other: in their order (sequential) or
-    # with least padding (best_fit); none: rows are seq_len consecutive tokens, or with
-    # train.variable_length one document each
-    packing: Literal["none", "sequential", "best_fit"] = "none"
-    max_documents: Positive = 64  # limit on the documents in a packed row
-    # on resuming a checkpoint of other data, mixture or seq_len: continue its step and moments at
-    # position 0 of the new data, and later resumes continue there; false: refuse
-    restart: bool = False
-
-    @property
-    def documents(self) -> int:
-        """Limit on the documents in a row; 0: rows are not packed."""
-        return 0 if self.packing == "none" else self.max_documents
-
-
-class CheckpointConfig(Section, kw_only=True):
-    """`[checkpoint]`: saves to `<run.dir>/checkpoints`, and what a run starts from."""
-
-    every: Count = 0  # steps between saves; 0: only at the end
-    # steps between exports for transformers to <run.dir>/exports, which a process of its own writes
-    # from a checkpoint while training continues; a multiple of every; 0: none
-    export_every: Count = 0
-    keep: Positive = 2  # number of newest checkpoints that stay on disk
-    keep_every: Count = 0  # checkpoints at multiples of this step also stay; 0: none
-    # auto: resume from the run's newest checkpoint, if any; a path: if there is none, start from
-    # that checkpoint; none: refuse to start if the run has any
-    resume: StatePath = "auto"
-    parameters_only: bool = False  # take only parameters from the path: step 0, new moments
-    # names ("embed_head/head") of parameters not to take from the path: new values and moments
-    exclude: tuple[str, ...] = ()
-    # fields of [model] that may differ from the checkpoint's, such as "model.rope_factor"; every
-    # other change of the model is refused
-    allow_changed: tuple[str, ...] = ()
-    asynchronous: bool = True  # write in the background while training continues
 
 
 class Config(Section, Generic[Model], kw_only=True):

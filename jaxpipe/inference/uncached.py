@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpipe.inference.loaded_model import LoadedModel
 from jaxpipe.inference.sampling import Sampling
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.moe.balance import REAL
 from jaxpipe.runtime import position
+from jaxpipe.training.scores import outputs_program
 
 Tree = Any
 
@@ -68,17 +68,8 @@ class UncachedModel:
     @cached_property
     def _program(self) -> Any:
         """Compiled `(params, batch, variables) -> logits [M, B, V]`, on every device."""
-        trainer = self.loaded.trainer
-        pipeline = self.loaded.pipeline(trainer.model.next_logits)
-
-        def logits(params: Tree, batch: Tree, variables: Tree) -> jax.Array:
-            return pipeline.forward(params, batch, variables).outputs
-
-        return jax.jit(
-            logits,
-            out_shardings=NamedSharding(trainer.mesh, PartitionSpec()),
-            compiler_options=trainer.compiler_options,
-        )
+        model = self.loaded.trainer.model
+        return outputs_program(self.loaded.trainer, self.loaded.pipeline(model.next_logits))
 
     @cached_property
     def _draw(self) -> Any:

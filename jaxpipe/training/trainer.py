@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, Self
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from msgspec import structs
 
 from jaxpipe import optimizer as optimizers
 from jaxpipe.config import Config
@@ -290,26 +289,6 @@ class Trainer:
         return jax.jit(
             loss,
             in_shardings=(self.state_shardings, self.sharder.sharding),
-            compiler_options=self.compiler_options,
-        )
-
-    @cached_property
-    def token_scores(self) -> Any:
-        """Compiled `(params, batch, variables) -> TokenScores`, all on every device.
-
-        They are the scores of the batch's targets, in the order of `put`, by the forward-only pass.
-        """
-        train = structs.replace(self.config.train, loss="cross_entropy", loss_rows=())
-        model = model_of(structs.replace(self.config, train=train), self.grouped)
-        functions = replace(model.functions, outputs=model.token_scores)
-        pipeline = replace(self.pipeline, functions=functions)
-
-        def scores(params: Tree, batch: Tree, variables: Tree) -> Tree:
-            return pipeline.forward(params, batch, variables).outputs
-
-        return jax.jit(
-            scores,
-            out_shardings=NamedSharding(self.mesh, PartitionSpec()),
             compiler_options=self.compiler_options,
         )
 
