@@ -16,6 +16,10 @@ from commands import SMALL, losses, start, train_command
 from object_store import BUCKET, clear, keys, read, s3_server
 
 from jaxpipe import train
+from jaxpipe.checkpoint.listing import list_steps
+from jaxpipe.checkpoint.streaming import StoredCheckpoint
+from jaxpipe.config import ConfigError
+from jaxpipe.runtime.storage import open_path
 
 KILLS = int(os.environ.get("STORE_KILLS", "3"))
 TINY = [
@@ -97,6 +101,10 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(store, tmp_path):
     assert process.returncode == -signal.SIGKILL, output
     assert committed(store, "killed") == [2]
     assert keys(store, "killed/checkpoints/4/")
+    checkpoints = open_path(f"s3://{BUCKET}/killed/checkpoints")
+    assert list_steps(checkpoints) == [2]
+    with pytest.raises(ConfigError, match="not a complete checkpoint"):
+        StoredCheckpoint(checkpoints / "4")
     output, _ = (process := spawn(store, tmp_path, "killed", "train.steps=6")).communicate()
     assert process.returncode == 0, output
     assert "resumed from step 2" in output
