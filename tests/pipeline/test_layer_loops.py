@@ -13,7 +13,7 @@ from toy import TOY, toy_batch, toy_params
 from jaxpipe.parallel import StageLayout, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline, losses_and_gradients_ref
 from jaxpipe.pipeline.reference import step_ref
-from jaxpipe.schedule import BUILDERS
+from jaxpipe.schedule import BUILDERS, Lockstep
 
 EXAMPLES = 2
 ZERO_3 = {"zero_stage": 3, "reshard_after_forward": True}
@@ -37,7 +37,7 @@ def looped(name, counts, dp=1, *, unroll=1, dtype=jnp.float32, **execution):
     ("name", "dp", "execution"),
     [("zb_h1", 2, {}), ("1f1b", 2, ZERO_3), ("zb_h1", 2, ZERO_3), ("1f1b", 2, {"zero_stage": 1})]
     + [("1f1b", 2, {"overlap_sums": True, "zero_stage": 2})]
-    + [(name, 1, {}) for name in BUILDERS],
+    + [(name, 1, {"lockstep": Lockstep(pairs=False)}) for name in BUILDERS],
 )
 def test_a_loop_equals_the_reference(name, dp, execution):
     """Stages of 3 and 4 layers, so that a slot is empty on one rank; NaN in free slots."""
