@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from jaxpipe.config import Config
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.schedule import Costs, Op, Placement, Schedule
+from jaxpipe.schedule.simulate import peak_live
 
 if TYPE_CHECKING:
     from jaxpipe.parallel import StageLayout
@@ -33,7 +34,8 @@ class ScheduleFacts:
         """The facts of a schedule; `in_order`: whether ranks keep its order (`Lockstep`)."""
         live = [(1, 1)] * schedule.pp
         if in_order:
-            live = list(zip(_peaks(schedule, (Op.B, Op.BW)), _peaks(schedule, (Op.W, Op.BW))))
+            for_b, for_w = (peak_live(schedule, (op, Op.BW)) for op in (Op.B, Op.W))
+            live = list(zip(for_b, for_w))
         is_split = any(action.op is Op.B for _, action in schedule.actions())
         return cls(schedule.placement, schedule.microbatches, is_split, tuple(live))
 
@@ -41,18 +43,6 @@ class ScheduleFacts:
     def of_search(cls, placement: Placement, forwards: int) -> "ScheduleFacts":
         """What is known of a schedule before it is searched."""
         return cls(placement, forwards, True, ((1, 1),) * placement.pp)
-
-
-def _peaks(schedule: Schedule, frees: tuple[Op, ...]) -> list[int]:
-    peaks = []
-    for order in schedule.ranks:
-        live = peak = 0
-        for cell in order:
-            live += cell.forward is not None
-            peak = max(peak, live)
-            live -= cell.gradient is not None and cell.gradient.op in frees
-        peaks.append(peak)
-    return peaks
 
 
 def least_seconds(facts: ScheduleFacts, costs: Costs) -> float:

@@ -67,8 +67,8 @@ def simulate(
         bubble_global=1 - work / makespan,
         bubble_span=1 - work / max_span,
         bubble_scan=1 - work / scanned,
-        peak_until_b=_peak_live(schedule, frees=(Op.B, Op.BW)),
-        peak_until_w=_peak_live(schedule, frees=(Op.W, Op.BW)),
+        peak_until_b=peak_live(schedule, frees=(Op.B, Op.BW)),
+        peak_until_w=peak_live(schedule, frees=(Op.W, Op.BW)),
     )
 
 
@@ -110,7 +110,7 @@ def peak_memory(schedule: Schedule, memory: MemoryCosts, lockstep: Lockstep = PL
     return peaks
 
 
-def _peak_live(schedule: Schedule, frees: tuple[Op, ...]) -> tuple[int, ...]:
+def peak_live(schedule: Schedule, frees: tuple[Op, ...]) -> tuple[int, ...]:
     """Return the most (microbatch, stage) pairs live at once on each rank, in its order."""
     peaks = []
     for order in schedule.ranks:

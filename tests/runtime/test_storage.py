@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import SMALL
-from object_store import BUCKET, clear, client, keys, read, s3_server
+from object_store import BUCKET, clear, client, connect, keys, read, s3_server
 
 from jaxpipe.config import ConfigError, load
 from jaxpipe.data.__main__ import main as data
@@ -28,10 +28,7 @@ def server():
 
 @pytest.fixture
 def store(server, tmp_path, monkeypatch):
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return server
+    return connect(server, tmp_path, monkeypatch)
 
 
 def put(server, key, content=b"x"):

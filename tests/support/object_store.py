@@ -46,6 +46,14 @@ def s3_server():
     return server
 
 
+def connect(server, tmp_path, monkeypatch):
+    """Make this process a client of the server, with an empty cache directory."""
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return server
+
+
 def clear(server):
     """Remove all files."""
     for key in keys(server):

@@ -13,7 +13,7 @@ import time
 
 import pytest
 from commands import SMALL, losses, start, train_command
-from object_store import BUCKET, clear, keys, read, s3_server
+from object_store import BUCKET, clear, connect, keys, read, s3_server
 
 from jaxpipe import train
 from jaxpipe.checkpoint.listing import list_steps
@@ -42,11 +42,7 @@ def server():
 
 @pytest.fixture
 def store(server, tmp_path, monkeypatch):
-    """Make this process a client of the server, with an empty cache directory."""
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return server
+    return connect(server, tmp_path, monkeypatch)
 
 
 def run(directory, *settings):
