@@ -30,6 +30,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
       finished: last step whose metrics it has read.
       waits: what it waits for (`activity`).
       where: the function that it is in.
+      unanswered: time since process 0 last answered it over the network [s].
       over: whether the run has ended for this process.
     """
 
@@ -48,6 +49,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     finished: int
     waits: int
     where: str
+    unanswered: float = 0.0
     over: bool = False
 
     @property
@@ -72,9 +74,10 @@ class Verdict(NamedTuple):
 def verdict(reports: Iterable[Report], silent: Mapping[int, float], count: int) -> Verdict | None:
     """Decide which processes hold up the run.
 
-    In this order: processes that give no sign of life; those that do their own work while others
-    wait; those that wait for devices while others wait for processes; those that have entered the
-    fewest phases. If all are alike, none is named.
+    In this order: processes that give no sign of life; those that have not reached process 0 over
+    the network for half of the limit; those that do their own work while others wait; those that
+    wait for devices while others wait for processes; those that have entered the fewest phases. If
+    all are alike, none is named.
 
     Args:
       reports: the newest report of every process that has sent one.
@@ -91,6 +94,9 @@ def verdict(reports: Iterable[Report], silent: Mapping[int, float], count: int) 
     if silent:
         named = _listed([_silent(known.get(p), p, silent[p]) for p in sorted(silent)])
         return Verdict(tuple(sorted(silent)), f"{named}; {tail}")
+    if apart := [report for report in alive if report.unanswered > report.limit / 2]:
+        named = _listed([_apart(report) for report in apart])
+        return Verdict(tuple(report.process for report in apart), f"{named}; {tail}")
     suspects = _smallest(alive, "waits")
     suspects = _smallest(suspects, "number")
     if not suspects or any(report.age <= report.limit for report in suspects):
@@ -116,6 +122,11 @@ def _smallest(reports: Sequence[Report], field: str) -> list[Report]:
 def _stuck(report: Report) -> str:
     verb = "is stuck" if report.waits == OWN_WORK else "is behind or its devices are stuck"
     return f"{report.name} {verb} while {report.doing}, for {report.age:.0f} s, in {report.where}"
+
+
+def _apart(report: Report) -> str:
+    seconds = f"{report.unanswered:.0f} s"
+    return f"{report.name} runs, but has not reached process 0 over the network for {seconds}"
 
 
 def _silent(report: Report | None, process: int, seconds: float) -> str:

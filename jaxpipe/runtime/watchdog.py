@@ -67,7 +67,7 @@ class Watchdog:
         self._spool: Spool | None = None
         self._stacks: Any = None  # open file for stacks
         self._over = False
-        self._beat, self._published = 0, -float("inf")
+        self._beat, self._published, self._answered = 0, -float("inf"), time.monotonic()
         self._heard: dict[int, tuple[int, float, bool]] = {}  # beat, its time, whether it is new
 
     def __enter__(self) -> "Watchdog":
@@ -159,6 +159,7 @@ class Watchdog:
             finished=position.finished.step,
             waits=doing.waits,
             where=doing.where,
+            unanswered=time.monotonic() - self._answered if self._service else 0.0,
             over=self._over,
         )
 
@@ -167,15 +168,17 @@ class Watchdog:
         self._published = time.monotonic()
         self._beat += 1
         text = msgspec.json.encode(report).decode()
-        name, answered = f"{FILES}/process-{self._index}.json", True
+        name, answered = f"{FILES}/process-{self._index}.json", None
         if service := self._service:
             key = f"{_KEYS}/{self._index}"
             answered = self._store.call(
                 lambda: service.client.key_value_set(key, text, allow_overwrite=True) or True
             )
+        if answered:
+            self._answered = time.monotonic()
         if spool := self._spool:
             self._disk.call(lambda: _overwrite(spool.folder / name, text))
-            if not answered:  # the others, too, will look for files
+            if self._service and not answered:
                 self._network.call(lambda: spool.share(name, text))
 
     def _judge(self, own: Report) -> Verdict | None:
@@ -200,13 +203,17 @@ class Watchdog:
         return verdict(reports.values(), silent, self._count)
 
     def _read(self) -> dict[int, Report]:
-        """The newest report of each process, from the service or, if it is silent, from files."""
-        texts, service = None, self._service
-        if service:
-            texts = self._store.call(lambda: list(service.numbered(_KEYS).values()))
-            if texts is None and self._spool:
-                texts = self._network.call(lambda: self._spool.read_shared(FILES))
-        return {report.process: report for report in reports_in(texts or [], self._started)}
+        """The newest report of each process: from the service, and from files.
+
+        Files have the reports of processes that do not reach the service.
+        """
+        if not (service := self._service):
+            return {}
+        texts = self._store.call(lambda: list(service.numbered(_KEYS).values())) or []
+        if spool := self._spool:
+            texts += self._network.call(lambda: spool.read_shared(FILES)) or []
+        reports = sorted(reports_in(texts, self._started), key=lambda report: report.beat)
+        return {report.process: report for report in reports}
 
     def _sentence(self, found: Verdict) -> str:
         folder = self._spool and self._spool.shared / STACKS / self._started

@@ -65,6 +65,14 @@ def test_a_silent_process_comes_first():
     assert "process 2 has never reported" in verdict(reports[:2], {2: 9.0}, 3).sentence
 
 
+def test_a_process_without_network_comes_next():
+    """Both wait for each other's messages; a late answer now and then is no lost network."""
+    apart = report(1, waits=OWN_WORK, unanswered=31.0)
+    assert behind(report(0, 38), apart, report(2, unanswered=29.0)) == (1,)
+    assert behind(report(0), apart, report(2), silent=[2]) == (2,)
+    assert "not reached process 0 over the network" in verdict([report(0), apart], {}, 2).sentence
+
+
 def test_nobody_is_named_where_all_are_alike():
     assert behind(*map(report, range(4))) == ()
     assert behind(*(report(index, waits=OWN_WORK, phase="data") for index in range(4))) == ()
