@@ -44,9 +44,9 @@ DTYPES = ("float32", "bfloat16", "float16")  # dtypes of exported weights
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     arguments = _parse_arguments(argv)
+    suppress_orbax_errors()
     try:
-        with suppress_orbax_errors():
-            arguments.run(arguments)
+        arguments.run(arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

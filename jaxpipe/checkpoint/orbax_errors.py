@@ -1,20 +1,19 @@
 """Suppression of errors that Orbax's threads print and also raise; the caller reports them once."""
 
-import contextlib
-import gc
+import functools
 import logging
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 
-@contextlib.contextmanager
-def suppress_orbax_errors() -> Iterator[None]:
-    """Within the context, do not print errors of Orbax's threads; they are raised as well.
+@functools.cache
+def suppress_orbax_errors() -> None:
+    """From now on, do not print errors of Orbax's threads; they are raised as well.
 
     Orbax logs an error in every thread. Once one array has failed, it stops waiting for the others
     and closes their event loop: asyncio then logs their errors when their tasks are garbage
-    collected, and TensorStore prints that the loop is closed.
+    collected, and TensorStore prints that the loop is closed. A write that still runs may fail as
+    late as the end of the process, so nothing undoes it.
     """
 
     def is_kept(record: logging.LogRecord) -> bool:
@@ -25,14 +24,7 @@ def suppress_orbax_errors() -> Iterator[None]:
         if str(error.exc_value) != "Event loop is closed":
             before(error)
 
-    before, loggers = sys.unraisablehook, [logging.getLogger(name) for name in ("absl", "asyncio")]
+    before = sys.unraisablehook
     sys.unraisablehook = unraisable
-    for logger in loggers:
-        logger.addFilter(is_kept)
-    try:
-        yield
-    finally:
-        gc.collect()  # asyncio logs on collection, so collect while the filters are installed
-        for logger in loggers:
-            logger.removeFilter(is_kept)
-        sys.unraisablehook = before
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(is_kept)

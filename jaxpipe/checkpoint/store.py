@@ -78,8 +78,8 @@ class CheckpointStore:
         self.keying = keying
         self.carried: dict[str, Any] = {}
         self._say = say
-        self._quiet = contextlib.ExitStack()
         use_store_of(self.directory)
+        suppress_orbax_errors()
         with processes.first_before_others("checkpoints"):
             _check_writable(self.directory)
             self._remove_unfinished()  # left by a killed process: no other run writes here
@@ -97,17 +97,15 @@ class CheckpointStore:
         )
 
     def __enter__(self) -> "CheckpointStore":
-        self._quiet.enter_context(suppress_orbax_errors())
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        with self._quiet:
-            if kind is not None and processes.started() > 1:
-                return  # another process may be gone, and finishing a save would wait forever
-            self.wait()
-            with self._log_unwritten():
-                self._manager.close()
-            self._remove_unfinished()  # TensorStore may have written on after a failure
+        if kind is not None and processes.started() > 1:
+            return  # another process may be gone, and finishing a save would wait forever
+        self.wait()
+        with self._log_unwritten():
+            self._manager.close()
+        self._remove_unfinished()  # TensorStore may have written on after a failure
 
     def wait(self) -> None:
         """Wait until a pending save is on disk, or has failed and its files are removed."""
