@@ -23,7 +23,7 @@ from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.config.arguments import parse, parser_of
 from jaxpipe.config.paths import any_path, local_path
-from jaxpipe.planning import Devices, resolve
+from jaxpipe.planning import Devices, resolve_on_fewer
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.expert_checks import check_recording
 from jaxpipe.runtime import processes
@@ -194,7 +194,14 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
         devices = devices[:1]
         plan = resolve_on_one_device(config, devices[0])
     else:
-        plan = resolve(config, Devices.present(devices, per_host=processes.devices_of_host()))
+        present = Devices.present(
+            devices, processes.devices_of_host(), processes.devices_of_process()
+        )
+        plan, changes = resolve_on_fewer(config, present)
+        devices = devices[: plan.devices.count]
+        if not processes.go_on_with(devices[-1].process_index + 1, changes):
+            return 0
+        messages += [changes] if changes else []
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(config.runtime.hang_timeout))
         stack.enter_context(locked(directory, messages.append))

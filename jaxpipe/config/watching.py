@@ -36,6 +36,9 @@ class RuntimeConfig(Section, kw_only=True):
 
     # virtual CPU devices per process; 0: use the devices that jax finds
     cpu_devices: Annotated[int, Meta(ge=0, le=4096)] = 0
+    # fewest devices on which a run goes on after processes are lost for good: it takes a smaller
+    # dp, or else another pp, and keeps the batch; 0: it needs all devices of its mesh
+    min_devices: Count = 0
     # seconds in one step, batch, held-out batch or save after which the run hangs and ends (exit
     # code 5); auto: 5 median steps, at least 60, for a save 600; 0: off, as for a debugger.
     # Starting, restoring and compiling have at least 1800

@@ -5,6 +5,7 @@ from jaxpipe.planning.candidates import arrange_variant
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.estimate import Estimate, estimate, estimates, overlapped
+from jaxpipe.planning.fewer import resolve_on_fewer
 from jaxpipe.planning.hardware import (
     ITEMSIZE,
     Hardware,
@@ -45,5 +46,6 @@ __all__ = [
     "rank_bytes",
     "read_own",
     "resolve",
+    "resolve_on_fewer",
     "write_own",
 ]

@@ -12,7 +12,7 @@ from jaxpipe.planning.loss_checks import LOSS_CHECKS
 from jaxpipe.planning.pipeline_checks import PIPELINE_CHECKS
 from jaxpipe.planning.run_checks import RUN_CHECKS
 from jaxpipe.planning.sequence_checks import SEQUENCE_CHECKS
-from jaxpipe.planning.size_checks import check_count
+from jaxpipe.planning.size_checks import check_count, may_shrink
 from jaxpipe.runtime.processes import started
 
 
@@ -29,8 +29,9 @@ def check_settings(config: Config) -> None:
 
 def _check_virtual_devices(config: Config) -> None:
     """Raise `ConfigError` if virtual CPU devices, which all processes have, do not fit the mesh."""
-    if config.runtime.cpu_devices:
-        check_count(config, started() * config.runtime.cpu_devices)
+    devices = started() * config.runtime.cpu_devices
+    if devices and not may_shrink(config, devices):
+        check_count(config, devices)
 
 
 def _check_batch(config: Config) -> None:

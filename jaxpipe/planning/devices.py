@@ -20,6 +20,7 @@ class Devices:
       platform: a `jax.Device.platform`, such as "cpu" or "gpu".
       count: number of devices; None: none is present, and a mesh may have any number.
       per_host: number of devices of one host; None: not known.
+      per_process: number of devices of one process, which a run takes all or none of.
       memory: of one device [bytes]; None: not known.
       capability: compute capability of GPUs, 9.0 for an H100; None: not known.
       hardware: the data sheet and the links by which ops are costed.
@@ -28,6 +29,7 @@ class Devices:
     platform: str = "gpu"
     count: int | None = None
     per_host: int | None = None
+    per_process: int = 1
     memory: float | None = DEVICES["H100"].memory
     capability: float | None = None
     hardware: Hardware = field(default_factory=Hardware)
@@ -38,7 +40,9 @@ class Devices:
         return cls(platform="cpu", memory=None) if config.runtime.cpu_devices else cls()
 
     @classmethod
-    def present(cls, devices: Sequence["jax.Device"], per_host: int | None = None) -> "Devices":
+    def present(
+        cls, devices: Sequence["jax.Device"], per_host: int | None = None, per_process: int = 1
+    ) -> "Devices":
         """These devices of jax, which are all of one kind."""
         first = devices[0]
         capability = getattr(first, "compute_capability", None)
@@ -46,6 +50,7 @@ class Devices:
             platform=first.platform,
             count=len(devices),
             per_host=per_host,
+            per_process=per_process,
             memory=device_memory(first.device_kind),
             capability=None if capability is None else float(capability),
             hardware=Hardware(data_sheet_of(first.device_kind) or "H100"),

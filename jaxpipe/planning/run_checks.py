@@ -187,6 +187,20 @@ def _check_tasks(config: Config) -> None:
         )
 
 
+def _check_min_devices(config: Config) -> None:
+    """Raise `ConfigError` if a run could not go on with fewer devices.
+
+    `runtime.min_devices` must be at most `parallel.pp` x `parallel.dp` x `parallel.tp`, with a
+    `parallel.dp` other than -1, which takes any number of devices.
+    """
+    least, parallel = config.runtime.min_devices, config.parallel
+    if least and least > parallel.devices:
+        raise ConfigError(
+            f"runtime.min_devices={least} is the fewest of the devices of {parallel.mesh}: give at "
+            f"most their number, or leave it out; parallel.dp=-1 takes any number by itself."
+        )
+
+
 RUN_CHECKS = (
     _check_optimizer,
     _check_start,
@@ -194,4 +208,5 @@ RUN_CHECKS = (
     _check_corruption,
     _check_log,
     _check_tasks,
+    _check_min_devices,
 )

@@ -31,6 +31,12 @@ def resolve_sizes(config: Config, devices: int | None) -> Config:
     return config
 
 
+def may_shrink(config: Config, devices: int) -> bool:
+    """Whether a mesh that lacks devices may become smaller on so many (`runtime.min_devices`)."""
+    least = config.runtime.min_devices
+    return 0 < least <= devices < config.parallel.devices
+
+
 def check_count(config: Config, devices: int) -> None:
     """Raise `ConfigError` if the mesh does not have as many devices as there are.
 
@@ -48,10 +54,12 @@ def check_count(config: Config, devices: int) -> None:
                 f"them, or give parallel.dp."
             )
     elif (wanted := parallel.devices) != devices:
+        least = config.runtime.min_devices
+        falls = f", which may fall to runtime.min_devices={least}" if least else ""
         raise ConfigError(
             f"parallel.pp={parallel.pp} x parallel.dp={parallel.dp} x parallel.tp={parallel.tp} "
-            f"= {wanted} must equal the number of devices, {devices}: change one of them, or set "
-            f"runtime.cpu_devices={wanted} to train on virtual CPU devices."
+            f"= {wanted} must equal the number of devices, {devices}{falls}: change one of them, "
+            f"or set runtime.cpu_devices={wanted} to train on virtual CPU devices."
         )
 
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
@@ -164,6 +165,44 @@ def devices_of_host() -> int:
         host, count = json.loads(value)
         devices[host] += count
     return min(devices.values())
+
+
+def devices_of_process() -> int:
+    """Number of devices that a smaller run takes together, those of a process.
+
+    It is 1 with a single process, which may use any of them, and that of all if processes differ.
+    """
+    import jax
+
+    if not several():
+        return 1
+    counts = list(map(int, gather("devices", str(jax.local_device_count()))))
+    return counts[0] if len(set(counts)) == 1 else sum(counts)
+
+
+def go_on_with(count: int, reason: str) -> bool:
+    """Go on with the first `count` processes alone; returns whether this one is among them.
+
+    Nothing happens where these are all of them. Otherwise all leave jax's coordination service,
+    whose number of processes is fixed, and those that go on start the same command anew: the call
+    does not return there. The others print the reason. All call it, before they share anything.
+    """
+    if not several() or count == _met[0].service.count:
+        return True
+    import jax
+
+    from jaxpipe.jax_internals import distributed_state
+
+    index, address = _met[0].service.index, distributed_state().coordinator_address
+    finish()
+    _met.clear()
+    jax.distributed.shutdown()
+    if index >= count:
+        print(f"process {index} is not needed: {reason}", flush=True)
+        return False
+    os.environ |= dict(zip(_NAMES, (address, str(count), str(index))))
+    sys.stdout.flush()
+    os.execv(sys.executable, sys.orig_argv)
 
 
 def check_alike(name: str, parts_of: Callable[[], Mapping[str, str]]) -> None:

@@ -1,6 +1,7 @@
 """The launch scripts with a fake Python that only prints its arguments."""
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -200,11 +201,34 @@ def test_a_stopped_process_is_killed_after_the_others(tree, codes):
     assert not left.stdout
 
 
+@pytest.mark.parametrize(
+    ("codes", "starts", "code"),
+    [
+        ("3 137 3", [3, 2, 1], 3),  # one is killed, one of the other two as well
+        ("3 3 never", [3, 2], 3),  # one that hangs is killed by the script
+        ("3 1 3", [3], 3),  # an error would come again
+        ("137 143 3", [3], 3),
+        ("139 134 137", [3], 137),  # none is left
+        ("0 0 0", [3], 0),
+    ],
+)
+def test_processes_that_are_left_start_again(tree, codes, starts, code):
+    ended, said, _ = run(
+        tree, "local_multiprocess.sh", "--restart", "3", "own.toml", CODES=codes, JAXPIPE_GRACE="1"
+    )
+    assert ended == code
+    asked = sorted(line for line in said.splitlines() if "jaxpipe.train" in line)
+    indices = sorted(index for count in starts for index in range(count))
+    assert asked == [f"{tree}: {index} -m jaxpipe.train own.toml" for index in indices]
+    notes = re.findall(r"jaxpipe: \d processes were killed; the other (\d) start again\n", said)
+    assert list(map(int, notes)) == starts[1:]
+
+
 @pytest.mark.parametrize("arguments", [(), ("0", "own.toml"), ("2",), ("own.toml", "2")], ids=str)
 def test_a_number_of_processes_is_needed(tree, arguments):
     code, _, said = run(tree, "local_multiprocess.sh", *arguments)
     assert code == 2
-    assert "usage: ./launch/local_multiprocess.sh N CONFIG" in said
+    assert "usage: ./launch/local_multiprocess.sh [--restart] N CONFIG" in said
 
 
 REPORT = " -m jaxpipe.bench report --cpu --out out.json"

@@ -259,3 +259,19 @@ def test_after_a_node_failure_the_job_goes_on(submit):
     job.wait_until_it_trains(after=before)
     assert saved <= before
     assert sorted(job.losses) == list(range(1, max(job.losses) + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkout", ["training"], indirect=True)
+def test_a_job_goes_on_without_a_node_that_stays_away(submit):
+    job = submit("--nodes=1-2", tasks=2, settings=["checkpoint.every=20", "runtime.min_devices=2"])
+    job.wait_until_it_trains(after=40)
+    job.cluster.kill_node(NODES[1])
+    try:
+        job.wait(lambda: job.restarts >= 1, "it is requeued")
+        job.wait_until_it_trains(after=max(job.losses))
+        assert "2 of 4 devices are left (runtime.min_devices=2): parallel.dp=1 instead" in job.log
+        assert sorted(job.losses) == list(range(1, max(job.losses) + 1))
+    finally:
+        job.cancel()  # nodes are up when they are idle
+        job.cluster.start_nodes(NODES[1])
