@@ -42,6 +42,9 @@ class DataConfig(Section, kw_only=True):
     # train.variable_length one document each
     packing: Literal["none", "sequential", "best_fit"] = "none"
     max_documents: Positive = 64  # limit on the documents in a packed row
+    # permute the packed rows of each step so that microbatches take equal time, because in every
+    # tick all ranks wait for the slowest; false: rows are in order; costs a sort on the host
+    balance_rows: bool = False
     # on resuming a checkpoint of other data, mixture or seq_len: continue its step and moments at
     # position 0 of the new data, and later resumes continue there; false: refuse
     restart: bool = False

@@ -2,11 +2,12 @@
 
 The order is a function of (seed, position) alone, where position counts the samples taken so far.
 Sample (m, b) of a step is number `position + m * B + b` of the order, for any dp, pp and number of
-processes. Each process builds only the rows of its own devices. Dims: M microbatches, B examples of
-one microbatch over all data-parallel replicas, L tokens.
+processes, unless a `RowBalance` permutes the samples of each step. Each process builds only the
+rows of its own devices. Dims: M microbatches, B examples of one microbatch over all data-parallel
+replicas, L tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate, pairwise
@@ -16,6 +17,7 @@ import grain
 import numpy as np
 
 from jaxpipe.config import ConfigError
+from jaxpipe.data.balance import RowBalance
 from jaxpipe.data.samples import PADDING, Sample, TokenSamples
 from jaxpipe.model.loss import IGNORE
 
@@ -135,15 +137,19 @@ class DataSplit:
     @cached_property
     def _contents(self) -> Callable[[int, int], DocumentLengths]:
         def of(position: int, step: int) -> DocumentLengths:
-            numbers = map(self._number_at, range(position, position + step))
-            documents = list(map(self.samples.documents_of, numbers))
+            documents = list(self._documents(position, step))
             return DocumentLengths(step, max(map(sum, documents)), np.concatenate(documents))
 
         return lru_cache(maxsize=128)(of)
 
+    def _documents(self, position: int, step: int) -> Iterator[list[int]]:
+        """Yield the tokens of each document in each of the `step` samples from a position on."""
+        numbers = map(self._number_at, range(position, position + step))
+        return map(self.samples.documents_of, numbers)
+
     def batch(
         self, position: int, *, microbatches: int, batch_size: int, rows: slice = slice(None),
-        length_of: LengthOf | None = None,
+        length_of: LengthOf | None = None, balance: RowBalance | None = None,
     ) -> Batch:  # fmt: skip
         """Return `inputs`, `targets`, ..., int32 `[M, B, L]`, for the step at a position.
 
@@ -154,6 +160,7 @@ class DataSplit:
           rows: the examples of each microbatch to return; the batches of disjoint slices,
             concatenated on the second dim, are the batch of the step.
           length_of: where samples differ in length, computes L from the longest row of the step.
+          balance: permutes the samples of the step; None: they are in order.
 
         Where held-out samples end within the batch, it is filled with copies of the last sample
         without targets.
@@ -168,9 +175,11 @@ class DataSplit:
                 f"no {microbatches} x {batch_size} samples at position {position}: the {self.name} "
                 f"data has {len(self)}."
             )
+        places = np.arange(step).reshape(microbatches, batch_size)
+        if balance is not None:
+            places = balance.places(self._documents(position, step), microbatches)
         taken = [
-            [self._sample_at(position + m * batch_size + b) for b in range(batch_size)[rows]]
-            for m in range(microbatches)
+            [self._sample_at(position + place) for place in row] for row in places[:, rows].tolist()
         ]
         if length_of is not None:
             length = length_of(self.contents(position, step).longest)
@@ -182,7 +191,7 @@ class DataSplit:
 
     def batches(
         self, position: int, *, microbatches: int, batch_size: int, rows: slice = slice(None),
-        length_of: LengthOf | None = None,
+        length_of: LengthOf | None = None, balance: RowBalance | None = None,
     ) -> grain.DatasetIterator[Batch]:  # fmt: skip
         """Iterate over batches from a position on, read ahead in threads; `close()` ends them.
 
@@ -201,7 +210,7 @@ class DataSplit:
             )
         read = partial(
             self.batch, microbatches=microbatches, batch_size=batch_size, rows=rows,
-            length_of=length_of,
+            length_of=length_of, balance=balance,
         )  # fmt: skip
         end = len(self.order) - step + 1 if endless else len(self.order)
         starts = grain.MapDataset.range(position, end, step)

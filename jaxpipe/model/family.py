@@ -85,6 +85,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             length * count * self.flops_per_token(length) for length, count in documents.items()
         )
 
+    def attention_flops(self, tokens: int) -> float:
+        """Model FLOPs of attention within a document, the part that is not linear in its tokens."""
+        return tokens * (self.flops_per_token(tokens) - self.flops_per_token(0))
+
     def part(self, tp: int) -> Self:
         """A model whose full layers have the sizes of one device's shards under `tp`."""
         raise NotImplementedError

@@ -46,11 +46,18 @@ def _check_sources(config: Config) -> None:
 
 
 def _check_order(config: Config) -> None:
-    """Raise `ConfigError` if packed rows would come in the order of their lengths.
+    """Raise `ConfigError` if packed rows would come in the order of their lengths, or no row is.
 
     `data.packing='best_fit'` needs `data.shuffle`.
+
+    `data.balance_rows` needs `data.packing`.
     """
     data = config.data
+    if data.balance_rows and data.packing == "none":
+        raise ConfigError(
+            "data.balance_rows=true with data.packing='none': only attention within the documents "
+            "of packed rows differs from row to row; set data.packing, or leave balance_rows out."
+        )
     if data.packing == "best_fit" and not data.shuffle:
         raise ConfigError(
             "data.packing='best_fit' with data.shuffle=false: rows would come in the order of the "

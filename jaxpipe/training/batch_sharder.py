@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.data.balance import RowBalance
 from jaxpipe.model.ahead import ahead_keys, rows_ahead
 from jaxpipe.model.moe.balance import REAL
 from jaxpipe.parallel import batch_spec, shard_batch
@@ -58,9 +60,13 @@ class BatchSharder:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Arguments of `DataSplit.batches`: batch shape, this process's rows, and their length."""
-        padding = {"length_of": self.config.length_of} if self.config.pads else {}
-        return {**self.config.batch_shape, "rows": self.rows(), **padding}
+        """Arguments of `DataSplit.batches`: batch shape, this process's rows, length, balance."""
+        config = self.config
+        more: dict[str, Any] = {"length_of": config.length_of} if config.pads else {}
+        if config.data.balance_rows:
+            attention = cache(config.model.attention_flops)
+            more["balance"] = RowBalance(config.train.microbatch_size, attention)
+        return {**config.batch_shape, "rows": self.rows(), **more}
 
     def shapes(self, length: int, *, trains: bool = True) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings of a batch with `length` tokens per row, by name.

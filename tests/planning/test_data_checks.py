@@ -49,6 +49,10 @@ def test_lengths_of_steps(overrides, lengths):
             ["data.packing=best_fit", "data.shuffle=false", "data.source=stdlib"],
             r"data\.packing='best_fit' with data\.shuffle=false: .* set data\.packing=sequential",
         ),
+        (
+            ["data.balance_rows=true"],
+            r"data\.balance_rows=true with data\.packing='none': only attention .* set data\.pack",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(overrides, sentence):

@@ -104,6 +104,13 @@ def packed_sharder(*overrides):
     return sharders(*packing, *overrides)[0]
 
 
+def test_a_run_balances_its_rows_only_where_it_is_asked_to():
+    assert "balance" not in packed_sharder().sizes
+    balance = packed_sharder("data.balance_rows=true", "train.microbatch_size=2").sizes["balance"]
+    assert balance.size == 2
+    assert balance.attention_of(20) == 4 * balance.attention_of(10) > 0
+
+
 def packed_rows(segments, positions):
     """Return a batch `[4, 8, 8]` with this last row; the other rows are one document each."""
     batch = random_batch(packed_sharder().config)
