@@ -1,5 +1,7 @@
 """Models of the further families on meshes against one device, in float64: loss and gradients."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,7 +9,8 @@ from compare import assert_same
 from meshes import run
 from oracles import fused
 
-from jaxpipe.schedule import Lockstep
+from jaxpipe.pipeline import POLICIES
+from jaxpipe.schedule import BUILDERS, FAMILIES, Lockstep, build
 
 CASES = {
     # Two devices with one key/value head each, and four that share two.
@@ -41,3 +44,32 @@ def test_it_is_the_model_of_one_device(case, monkeypatch):
     with jax.enable_x64(True):
         got, want = run(model, schedule, *mesh, lockstep=lockstep, dtype=jnp.float64, **how)
         assert_same(got, want)
+
+
+def cases():
+    """Yield attention sinks, and latent attention with a prediction, under every schedule.
+
+    All else combines: packed documents, ring attention, slices where the schedule has them, tensor
+    with sequence parallelism, experts and ZeRO 3 over replicas. On 4 ranks, where 8 devices are too
+    few for tp and replicas, the two alternate.
+    """
+    models = "packed_gpt_oss", "packed_mixture_ahead"
+    for (m, model), (s, schedule), pp in product(enumerate(models), enumerate(BUILDERS), (2, 4)):
+        deep = "_deep" if build(schedule, pp=pp, microbatches=8).stages == 8 else ""
+        replicas = {"cp": 2, "heads": 1, "ep": 2, "zero_stage": 3, "reshard_after_forward": True}
+        how = {"remat": list(POLICIES)[(s + m) % 3], "poison_bubbles": True}
+        if FAMILIES[schedule].has_option("slices"):
+            how["slices"] = 2
+        if pp == 2:
+            mesh, how = (2, 2, 2), how | replicas | {"sequence": True}
+        else:
+            mesh = (4, 2, 1) if (s + m) % 2 else (4, 1, 2)
+            how |= replicas if (s + m) % 2 else {"sequence": True}
+        yield pytest.param(model + deep, schedule, mesh, how, id=f"{model}-{schedule}-{pp}")
+
+
+@pytest.mark.slow(unless=["packed_gpt_oss-v_min-2"])
+@pytest.mark.parametrize(("model", "schedule", "mesh", "how"), [*cases()])
+def test_every_schedule(model, schedule, mesh, how):
+    with jax.enable_x64(True):
+        assert_same(*run(model, schedule, *mesh, dtype=jnp.float64, **how))

@@ -16,6 +16,7 @@ from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.gpt_oss.config import GptOssConfig
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.loss import IGNORE
+from jaxpipe.model.moe.balance import REAL
 from jaxpipe.parallel import (
     ContextParallel,
     ExpertParallel,
@@ -35,9 +36,8 @@ from jaxpipe.schedule.lockstep import PLAIN
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}
 # Of the kinds local, local, global, local, so two stages of two layers differ.
 ALTERNATING = {"n_kv_heads": 2, "sliding_window": 3, "global_every": 3}
-GPT_OSS = SIZES | ALTERNATING | {
-    "n_experts": 4, "experts_per_token": 2, "rope_original_positions": 4
-}  # fmt: skip
+MIXTURE = {"n_experts": 4, "experts_per_token": 2}
+GPT_OSS = SIZES | ALTERNATING | MIXTURE | {"rope_original_positions": 4}
 LATENT = {
     "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
     "v_head_dim": 5, "rope_scaling": "yarn", "rope_factor": 4.0, "rope_mscale": 1.0,
@@ -83,6 +83,14 @@ MODELS = {
         mtp_depth=2,
         tie_embeddings=True,
     ),
+    # Latent attention and experts; the last of 4 or 8 pipeline layers predicts further tokens.
+    "packed_mixture_ahead": DeepseekConfig(
+        family="deepseek", **SIZES | {"n_layers": 3}, **LATENT, **MIXTURE, mtp_depth=1
+    ),
+    "packed_mixture_ahead_deep": DeepseekConfig(
+        family="deepseek", **SIZES | {"n_layers": 7}, **LATENT, **MIXTURE, mtp_depth=1
+    ),
+    "packed_gpt_oss_deep": GptOssConfig(**GPT_OSS | {"n_layers": 8}),
     "packed_latent_fused": DeepseekConfig(
         family="deepseek", **SIZES, **LATENT, attention="cudnn", tie_embeddings=True
     ),
@@ -164,10 +172,12 @@ def alone(batch):
     most = max(map(len, ROWS))
     own = {"inputs": np.zeros((m, b, most, length), int)}
     own["targets"] = np.full((m, b, most, length), IGNORE)
+    own[REAL] = np.zeros((m, b, most, length), int)
     for i, j, number in np.ndindex(m, b, most):
         of_document = np.asarray(batch["segments"][i, j]) == number
         for name, leaf in own.items():
-            leaf[i, j, number, : of_document.sum()] = np.asarray(batch[name][i, j])[of_document]
+            of_row = np.asarray(batch[name][i, j]) if name in batch else np.ones(length, int)
+            leaf[i, j, number, : of_document.sum()] = of_row[of_document]
     return {name: jnp.array(leaf.reshape(m, b * most, length)) for name, leaf in own.items()}
 
 
