@@ -47,6 +47,9 @@ def smaller_model(
         "sliding_window": min(getattr(model, "sliding_window", 0), length // 2 - 1),
         "preset": "",
     }
+    rotated = _WIDTHS["qk_rope_head_dim"] if hasattr(model, "qk_rope_head_dim") else _HEAD
+    for name in ("rope_short_factors", "rope_long_factors"):
+        sizes[name] = getattr(model, name, ())[: rotated // 2]
     sizes |= {name: min(getattr(model, name, 0), width) for name, width in _WIDTHS.items()}
     sizes |= _experts(model, after) if model.routed_experts else {}
     return replace(model, **{k: v for k, v in sizes.items() if k in model.__struct_fields__})

@@ -18,6 +18,12 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 _YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
 _DEEPSEEK = _YARN | {"beta_fast": 32, "beta_slow": 1}
+_LONG = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 4096,
+    "short_factor": [1 + 0.01 * i for i in range(32)],
+    "long_factor": [1 + 2.0 * i for i in range(32)],
+}
 # rope_theta and rope_scaling; names say what a case has that others do not.
 SCALINGS = {
     "linear": (1e4, {"rope_type": "linear", "factor": 2.5}),
@@ -40,6 +46,11 @@ SCALINGS = {
         "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     }),
     "attention factor": (1e4, _YARN | {"attention_factor": 0.8}),
+    "longrope": (1e4, _LONG),
+    "longrope, up to the original positions": (
+        1e4, _LONG | {"original_max_position_embeddings": 131072, "factor": 4.0},
+    ),
+    "longrope, attention factor": (1e4, _LONG | {"attention_factor": 1.2}),
     "short positions": (1e4, _YARN | {"original_max_position_embeddings": 16}),
 }  # fmt: skip
 SIZES = {"n_layers": 2, "d_model": 48, "n_heads": 4, "n_kv_heads": 2, "d_ff": 64, "vocab_size": 96}
@@ -66,7 +77,7 @@ def test_frequencies_and_attention_factor(name):
     theirs = config_of(*SCALINGS[name])
     ours = our_config(theirs)
     find = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[SCALINGS[name][1]["rope_type"]]
-    frequencies, factor = find(theirs)
+    frequencies, factor = find(theirs, seq_len=theirs.max_position_embeddings)
     found = rotary_frequencies(ours, 64, jnp.float32)
     np.testing.assert_allclose(found, frequencies.numpy(), rtol=2e-6)
     assert ours.rotary_scale == pytest.approx(factor, rel=1e-15)

@@ -42,7 +42,8 @@ class Gemma3Config(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only
         own = super().of_kind(kind)
         if not kind.startswith(LOCAL):
             return own
-        return replace(own, rope_theta=self.rope_local_theta, rope_factor=1.0)
+        unscaled = {"rope_scaling": "linear", "rope_factor": 1.0}
+        return replace(own, rope_theta=self.rope_local_theta, **unscaled)
 
 
 def _sizes(layers: int, width: int, heads: int, kv_heads: int, ffn: int, head: int) -> Preset:

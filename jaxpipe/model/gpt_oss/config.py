@@ -1,11 +1,12 @@
 """Sizes and choices of a gpt-oss, and the published models (OpenAI 2025, sections 2.1 to 2.3)."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from jaxpipe.model.decoder_config import PositiveFloat
 from jaxpipe.model.family import Count, Positive
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.presets import Preset, decoder_sizes
+from jaxpipe.model.rope.config import Scaling
 
 
 class GptOssConfig(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -15,7 +16,7 @@ class GptOssConfig(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only
     n_experts: Positive
     experts_per_token: Positive = 4
     rope_theta: PositiveFloat = 150000.0
-    rope_scaling: Literal["llama3", "yarn", "linear", "dynamic"] = "yarn"
+    rope_scaling: Scaling = "yarn"
     rope_factor: PositiveFloat = 32.0
     rope_original_positions: Positive = 4096
     rope_truncate: bool = False

@@ -18,6 +18,8 @@ _NAMES = {
     "rope_beta_fast": "beta_fast",
     "rope_beta_slow": "beta_slow",
     "rope_truncate": "truncate",
+    "rope_short_factors": "short_factor",
+    "rope_long_factors": "long_factor",
     "rope_attention_factor": "attention_factor",
     "rope_mscale": "mscale",
     "rope_mscale_all_dim": "mscale_all_dim",
@@ -57,8 +59,13 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
         )
     longest = theirs.get("max_position_embeddings")
     defaults = _DEFAULTS | {"rope_original_positions": longest}
+    if kind == "longrope" and "original_max_position_embeddings" in theirs:  # as Phi-3 has it
+        rope = {
+            **rope,
+            _NAMES["rope_original_positions"]: theirs["original_max_position_embeddings"],
+        }
     original = rope.get("original_max_position_embeddings")
-    if kind == "yarn" and longest and original:
+    if kind in ("yarn", "longrope") and longest and original:
         defaults["rope_factor"] = longest / original
     values = {}
     for ours, name in _NAMES.items():
@@ -70,6 +77,7 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
                     f"has no {name} in its rope_scaling of the type {kind!r}, which has no "
                     f"default: add it, or take the whole file."
                 )
+    values = {ours: tuple(v) if isinstance(v, list) else v for ours, v in values.items()}
     return {"rope_scaling": kind} | values | theta
 
 
@@ -83,9 +91,9 @@ def written(model: RotaryConfig, max_positions: int) -> dict[str, Any]:
 
 
 def _scaling(model: RotaryConfig, max_positions: int) -> dict[str, Any] | None:
-    if model.rope_factor == model.rotary_scale == 1:
-        return None
     kind = model.rope_scaling
+    if model.rope_factor == model.rotary_scale == 1 and kind != "longrope":
+        return None
     if kind == "dynamic" and max_positions != model.max_seq_len:
         raise ValueError(
             f"--max-positions {max_positions} but with model.rope_scaling='dynamic' positions are "

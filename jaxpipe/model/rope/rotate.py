@@ -15,10 +15,13 @@ def rotary_frequencies(config: RotaryConfig, width: int, dtype: jnp.dtype) -> ja
     """Radians per position of each of `width` / 2 pairs of dims, `[K / 2]`: theta^(-2i/K).
 
     A frequency is divided by `rope_factor` in part: fully where the wavelength is long, not at all
-    where it is short, and blended between (`rope_scaling`).
+    where it is short, and blended between (`rope_scaling`); or by a factor of its own (Ding et al.
+    2024, "LongRoPE").
     """
     half = width // 2
     frequency_K = config.rope_theta ** (-jnp.arange(half, dtype=dtype) / half)
+    if config.rope_scaling == "longrope":
+        return frequency_K / jnp.asarray(config.longrope_factors, dtype)
     if config.rope_factor == 1 or config.rope_scaling == "dynamic":
         return frequency_K
     kept_K = _unscaled_share(config, frequency_K)
@@ -38,6 +41,8 @@ def _unscaled_share(config: RotaryConfig, frequency_K: jax.Array) -> jax.Array |
     if config.rope_scaling == "llama3":
         turns_K = config.rope_original_positions * frequency_K / (2 * jnp.pi)
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        if low == high:
+            return (turns_K >= low).astype(turns_K.dtype)
         return jnp.clip((turns_K - low) / (high - low), 0, 1)
     half = len(frequency_K)
     first, last = _yarn_bounds(config, 2 * half)
