@@ -124,29 +124,24 @@ class Chunk:
         finished, and no later computation depends on them, so the reduction overlaps with compute.
         """
         made, last = before, len(self.runs) - 1
-        for done, run in enumerate(self.gradient_runs(op, given, kept, in_turn=True)):
-            place, had = last - done, made.grad_sums[last - done]
-            made = run(made)
-            totals = list(made.grad_sums)
-            totals[place] = jax.tree.map(partial(jnp.where, runs), totals[place], had)
+        for done, run in enumerate(self.gradient_runs(op, given, kept, in_turn=True, counts=runs)):
+            place, made = last - done, run(made)
             if done:
+                totals = list(made.grad_sums)
                 totals[place + 1] = self.runs[place + 1].reduce(totals[place + 1])
-            made = made._replace(grad_sums=tuple(totals))
+                made = made._replace(grad_sums=tuple(totals))
         first, *others = made.grad_sums
-        observed, read = jax.tree.map(
-            partial(jnp.where, runs),
-            (made.statistics, made.read_sums), (before.statistics, before.read_sums),
-        )  # fmt: skip
-        sums = self.runs[0].reduce(first), *others
-        return made._replace(grad_sums=sums, statistics=observed, read_sums=read)
+        observed = jax.tree.map(partial(jnp.where, runs), made.statistics, before.statistics)
+        return made._replace(grad_sums=(self.runs[0].reduce(first), *others), statistics=observed)
 
     def reduce(self, totals: tuple[Tree, ...]) -> tuple[Tree, ...]:
         """Reduce the gradient sums of all layers over replicas to this device's shards."""
         return tuple(run.reduce(total) for run, total in zip(self.runs, totals))
 
     def gradient_runs(
-        self, op: Op, given: ActionInputs, kept: Kept, *, in_turn: bool = False
-    ) -> list[Callable[[BackwardOutputs], BackwardOutputs]]:
+        self, op: Op, given: ActionInputs, kept: Kept,
+        *, in_turn: bool = False, counts: jax.Array | None = None,
+    ) -> list[Callable[[BackwardOutputs], BackwardOutputs]]:  # fmt: skip
         """Return B, W or BW of every run as functions, from the last run to the first.
 
         Only BW gathers parameters one layer ahead: W reads few of them, and in B XLA schedules the
@@ -160,12 +155,15 @@ class Chunk:
           in_turn: in BW, finish W of a run before B of the next but one starts. Otherwise XLA on
             GPU may move every W to the end to hide collectives, and the stash of all layers stays
             live (a tenth of the memory for 20 layers of a 70B model, tp=4, full remat).
+          counts: as in `LayerSlot.add_gradients`.
         """
         last = len(self.runs) - 1
 
         def run(place: int, run: LayerRun, before: BackwardOutputs) -> BackwardOutputs:
             def layer(slot: LayerSlot, params: Tree, *passed: Any) -> tuple[Any, ...]:
-                return _layer_gradient(op, slot, params, given, kept(slot, passed[-1]), passed)
+                return _layer_gradient(
+                    op, slot, params, given, kept(slot, passed[-1]), passed, counts
+                )
 
             after = self.runs[place - 1].end(backward=True) if place else None
             dy, rings, totals = before.dx, list(before.rings), list(before.grad_sums)
@@ -228,7 +226,7 @@ def _run_forward(
 
 def _layer_gradient(
     op: Op, slot: LayerSlot, params: Tree, given: ActionInputs, kept: GradientInputs,
-    before: tuple[jax.Array, Tree, Tree, Tree, RingBuffers],
+    before: tuple[jax.Array, Tree, Tree, Tree, RingBuffers], counts: jax.Array | None,
 ) -> tuple[jax.Array, Tree, Tree, Tree, RingBuffers]:  # fmt: skip
     """Run B, W or BW of one layer on its gathered `params`.
 
@@ -244,7 +242,7 @@ def _layer_gradient(
     dloss = None if loss is None else given.dloss.astype(loss.dtype)
     if op is Op.W:
         gradients = split.backward_weight(params, context, kept.residuals.for_w, kept.stash, dloss)
-        return dy, *slot.add_gradients(total, read, gradients), observed, ring
+        return dy, *slot.add_gradients(total, read, gradients, counts), observed, ring
     at_output, stash = Cotangent(dy, kept.dstate, dloss), ()
     if op is Op.BW:
         dx, gradients = split.backward(params, context, kept.residuals, at_output)
@@ -253,7 +251,7 @@ def _layer_gradient(
     ring = slot.kind.rings.write_backward(ring, stash, dx.state, given.row, slot.place)
     return (
         dx.value,
-        *slot.add_gradients(total, read, gradients),
+        *slot.add_gradients(total, read, gradients, counts),
         elementwise_max(observed, dx.statistics),
         ring,
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.parallel import DP, ParamSharding
@@ -53,16 +54,28 @@ class LayerSlot:
             lambda how, part: how.gather_for_compute(part), self.shardings, self.params
         )
 
-    def add_gradients(self, totals: Tree, read: Tree, gradients: Weights) -> tuple[Tree, Tree]:
+    def add_gradients(
+        self, totals: Tree, read: Tree, gradients: Weights, counts: jax.Array | None = None
+    ) -> tuple[Tree, Tree]:
         """Return totals of the run, and of embedding and head, plus gradients, in their dtypes.
 
-        A None gradient adds nothing, and a frozen parameter has neither.
+        A None gradient adds nothing, and a frozen parameter has neither. With `shardings`, a
+        gradient of a dp-sharded parameter is reduced over replicas first.
 
-        With `shardings`, a gradient of a dp-sharded parameter is reduced over replicas first.
+        Args:
+          totals: gradient accumulators of the run.
+          read: those of embedding and head; None: the layer does not read them.
+          gradients: of the layer.
+          counts: a flag without which the totals stay as they are; None: it is set. Only the
+            layer's own row is selected: selecting all of a run afterwards would take a second
+            accumulator.
         """
 
         def add(total: jax.Array, gradient: jax.Array | None) -> jax.Array:
-            return total if gradient is None else total + gradient.astype(total.dtype)
+            if gradient is None:
+                return total
+            added = total + gradient.astype(total.dtype)
+            return added if counts is None else jnp.where(counts, added, total)
 
         def add_own(
             total: jax.Array, gradient: jax.Array | None, *stored: ParamSharding
@@ -75,8 +88,8 @@ class LayerSlot:
                     gradient, stored[0].zero_axes, self.reduce_dtype
                 )
             if self.row is None:
-                return total + gradient
-            return buffers.write(total, buffers.read(total, self.row) + gradient, self.row)
+                return add(total, gradient)
+            return buffers.write(total, add(buffers.read(total, self.row), gradient), self.row)
 
         is_frozen = lambda total: total is None  # noqa: E731
         stored = () if self.shardings is None else (self.shardings,)
