@@ -27,6 +27,7 @@ _TARGET = re.compile(r'custom_call_target="__(cublas|cudnn\$fmha)[^"]*"')
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([\d,"]+)[\]}]')
 _SCORES = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":(\[[^\]]*\])')
 _DTYPE = re.compile(r"\(?([a-z]+\d+\w*)\[")
+_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _RUNS = ("while", "conditional", "call")  # opcodes whose computations launch their instructions
 
 
@@ -84,7 +85,8 @@ class StepSeconds(NamedTuple):
 def estimate_seconds(program: Program, sheet: Device, bandwidth: float) -> StepSeconds:
     """Add up the seconds of a program's instructions.
 
-    An instruction that occurs in several branches counts in each.
+    An instruction that occurs in several branches counts in each, and one in a loop over layers
+    once for every layer.
 
     Args:
       program: the compiled step.
@@ -93,8 +95,10 @@ def estimate_seconds(program: Program, sheet: Device, bandwidth: float) -> StepS
     """
     actions: Counter[str] = Counter()
     ends = outside = 0.0
-    for looped, one, shapes in _launched_instructions(program):
-        seconds = _seconds(one, shapes, sheet, bandwidth)
+    turns = _turns_in_a_tick(program)
+    for computation, one, shapes in _launched_instructions(program):
+        looped = computation in program.looped
+        seconds = _seconds(one, shapes, sheet, bandwidth) * turns.get(computation, 1)
         action = traced_action(one)
         if not looped:
             outside += 0.0 if action else seconds
@@ -105,8 +109,25 @@ def estimate_seconds(program: Program, sheet: Device, bandwidth: float) -> StepS
     return StepSeconds(dict(actions), ends, outside)
 
 
-def _launched_instructions(program: Program) -> Iterator[tuple[bool, Instruction, dict[str, str]]]:
-    """Yield every launched instruction with whether it is in the loop, and its body's shapes."""
+def _turns_in_a_tick(program: Program) -> dict[str, int]:
+    """Return how often a tick runs each computation below the loop's body, by name."""
+    turns: dict[str, int] = {}
+
+    def visit(name: str, count: int) -> None:
+        turns[name] = count
+        for one in program.computations[name]:
+            loop = _TURNS.search(one.rest) if one.opcode == "while" else None
+            for called in one.names if one.opcode in _RUNS else ():
+                if called in program.computations:
+                    visit(called, count * int(loop[1]) if loop else count)
+
+    if program.loop:
+        visit(program.loop, 1)
+    return turns
+
+
+def _launched_instructions(program: Program) -> Iterator[tuple[str, Instruction, dict[str, str]]]:
+    """Yield every launched instruction with its computation's name and its body's shapes."""
     inside = {
         name
         for body in program.computations.values()
@@ -119,7 +140,7 @@ def _launched_instructions(program: Program) -> Iterator[tuple[bool, Instruction
         if name not in inside:
             shapes = {one.name: one.shape for one in body}
             for one in body:
-                yield name in program.looped, one, shapes
+                yield name, one, shapes
 
 
 def _seconds(one: Instruction, shapes: Mapping[str, str], sheet: Device, bandwidth: float) -> float:

@@ -8,13 +8,15 @@ from jaxpipe.config import ConfigError
 if TYPE_CHECKING:
     from jaxpipe.planning.resolve import RunPlan
 
-UNROLLED = 4  # layers in a row that are unrolled by default, on CPU
+UNROLLED = 4  # layers in a row that are unrolled by default, where a loop costs nothing
 
 
 def unroll_layers(plan: "RunPlan") -> int | None:
     """Return how many layers of a kind in a row are unrolled; None: all, and there is no loop.
 
-    By default all are unrolled on GPU and where no loop will do, and otherwise up to `UNROLLED`.
+    By default up to `UNROLLED` are unrolled on CPU and in a pure pipeline (dp and tp are 1). All
+    are unrolled where no loop will do, and on GPUs whose layers have collectives: nothing moves
+    from one iteration to another, so a loop hides fewer of them (`pipeline/README.md`).
 
     `parallel.unroll_layers`, if it is above 0 and below the layers of a kind that a pipeline rank
     runs in a row, excludes `train.offload_layers`, off the CPU schedules that run an F and a
@@ -23,7 +25,9 @@ def unroll_layers(plan: "RunPlan") -> int | None:
     """
     given, reason = plan.config.parallel.unroll_layers, _reason(plan)
     if reason is None:
-        return given or (UNROLLED if plan.devices.on_cpu else None)
+        parallel = plan.config.parallel
+        alone = plan.devices.on_cpu or parallel.dp * parallel.tp == 1
+        return given or (UNROLLED if alone else None)
     longest = max(map(len, replace(plan.layout, unroll=given or None).runs))
     if longest > 1:
         raise ConfigError(

@@ -83,6 +83,20 @@ def test_a_fused_kernel_counts_once_and_what_is_outside_apart():
     assert estimate_seconds(plain, SHEET, BANDWIDTH).outside == pytest.approx(800 / 1e4)
 
 
+def test_a_loop_over_layers_counts_every_layer():
+    """In a branch of the loop over ticks; a loop whose length is unknown counts once."""
+    layer = "  %copy.3 = f32[24]{0} copy(%a)"
+    loop = "  %layers = (s32[]) while(%t.1), condition=%test, body=%fusion"
+    count = ', backend_config={"known_trip_count":{"n":"7"}}'
+    order = STARTS + CONDS + DONES
+    many, one, none = (
+        estimate_seconds(Program(module(order, run=run, fused=layer)), SHEET, BANDWIDTH).ends
+        for run in (loop + count, loop, "")
+    )
+    assert many - none == pytest.approx(7 * 192 / 1e4)
+    assert one - none == pytest.approx(192 / 1e4)
+
+
 def test_a_step_by_the_plans_own_seconds_is_the_plans():
     config = load(SMALL)
     plan = arrange(config)

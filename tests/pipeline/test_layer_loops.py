@@ -8,6 +8,7 @@ import pytest
 from compare import assert_same
 from kinds import layer_params, mixed
 from legal import near
+from programs import eqns_of
 from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.parallel import StageLayout, make_mesh
@@ -106,6 +107,19 @@ def test_nothing_is_copied_in_the_loop(name):
     sizes = "|".join(map(str, rings))
     assert not re.findall(rf"f32\[(?:{sizes}),{EXAMPLES},6,\d+\]\S* copy\(", loop)
     assert not re.findall(rf"f32\[{layers},\d+,\d+\]\S* copy\(", loop)
+
+
+def test_the_closing_tick_has_one_accumulator():
+    """Gradients that do not count are left out by layer: all at once would need a second one."""
+    pipeline, _, params, _, batch = looped("1f1b", (3,), 2, overlap_sums=True)
+    trace = jax.jit(pipeline.losses_and_gradients).trace(params, batch)
+    chosen = {
+        eqn.outvars[0].aval.shape
+        for eqn, _ in eqns_of(trace.jaxpr.jaxpr)
+        if eqn.primitive.name == "select_n"
+    }
+    assert (8, 16) in chosen
+    assert (3, 8, 16) not in chosen
 
 
 def test_layers_on_the_host_have_no_loop():

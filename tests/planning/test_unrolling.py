@@ -19,7 +19,9 @@ def plan_of(*overrides, **described):
 @pytest.mark.parametrize(
     ("overrides", "unrolled"),
     [
-        ((), None),  # no CPU devices
+        ((), 4),
+        (("parallel.dp=2",), None),  # no CPU devices
+        (("parallel.tp=2",), None),
         (("runtime.cpu_devices=2",), 4),
         (("parallel.unroll_layers=1",), 1),
         (("optimizer.name=muon",), None),
