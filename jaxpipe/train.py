@@ -26,7 +26,7 @@ from jaxpipe.config.paths import any_path, local_path
 from jaxpipe.planning import Devices, resolve_on_fewer
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.expert_checks import check_recording
-from jaxpipe.runtime import processes
+from jaxpipe.runtime import position, processes
 from jaxpipe.runtime.arrival import arriving
 from jaxpipe.runtime.devices import check_devices
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    position.restart()
+    position.enter("plan")
     parser = parser_of("train", __doc__ or "")
     parser.add_argument("--print-config", action="store_true", help="print it resolved, and stop")
     parser.add_argument("--resume", metavar="auto|none|PATH", help="checkpoint.resume")
@@ -154,19 +156,20 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     if record_routes:
         check_recording(config, processes.started())
     check_settings(config)
+    position.enter("devices")
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()
     with arriving(open_path(config.run.dir)):
         processes.join()
     check_devices()
+    position.enter("import")
     # jax must not be imported earlier: it reads the environment set above when it starts.
     import jax
 
     from jaxpipe.checkpoint import CheckpointStore, StateKeying
     from jaxpipe.checkpoint.serving import ServingFiles
     from jaxpipe.data.warnings import data_warnings
-    from jaxpipe.runtime import position
     from jaxpipe.runtime.compile_cache import use_compile_cache
     from jaxpipe.runtime.compiler import check_version
     from jaxpipe.runtime.directory import WriteGuard, locked
@@ -185,6 +188,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     from jaxpipe.training.summary import summary
     from jaxpipe.training.trainer import Trainer
 
+    position.enter("plan")
     directory, messages = local_folder(config.run.dir), []
     processes.check_alike("programs", lambda: programs_of(config))
     check_version(jax.default_backend())
@@ -212,6 +216,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
 
             plan, message = measure(plan)
             messages.append(message)
+        position.enter("open")
         trainer, config = Trainer(plan, devices), plan.config
         watchdog.place = place_of(trainer.mesh)
         data = _data(config, directory)

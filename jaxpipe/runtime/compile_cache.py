@@ -7,6 +7,7 @@ import platform
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,16 +53,25 @@ def use_compile_cache(setting: str) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
 
 
-def compile_timed(program: Any, *args: Any) -> tuple[Any, str]:
+def compile_timed(
+    program: Any, *args: Any, enter: Callable[[str], None] = lambda phase: None
+) -> tuple[Any, str]:
     """Compile a jitted function for these arguments.
+
+    Args:
+      program: the jitted function.
+      *args: its arguments, or their shapes.
+      enter: is told the phases "trace" and "compile" (`position.enter`).
 
     Returns:
       the compiled program, and how long it took, for the log.
     """
     _count_hits()
+    enter("trace")
     start, thread = time.perf_counter(), threading.get_ident()
     lowered = program.lower(*args)
     traced, hits = time.perf_counter(), _hits[thread]
+    enter("compile")
     compiled = lowered.compile()
     ended = time.perf_counter()
     how = "loaded from the compile cache" if _hits[thread] > hits else "compiled"

@@ -4,9 +4,11 @@ The main thread only stores one tuple per phase. All processes of a run enter th
 same order, so the number of phases entered so far says which process is behind.
 """
 
+import os
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 Timeout = float | Literal["auto"]  # of `runtime.hang_timeout`
@@ -27,8 +29,12 @@ class Phase(NamedTuple):
 
 
 PHASES = {
-    "start": Phase("starting", 1800, 1800),
+    "import": Phase("importing packages", 1800, 1800),
+    "plan": Phase("resolving its configuration", 1800, 1800),
+    "devices": Phase("starting devices and processes", 1800, 1800),
+    "open": Phase("opening data and checkpoints", 1800, 1800),
     "restore": Phase("restoring or initializing the state", 1800, 1800),
+    "trace": Phase("tracing a program", 1800, 1800),
     "compile": Phase("compiling", 1800, 1800),
     "data": Phase("loading a batch"),
     "step": Phase("running a step"),
@@ -69,14 +75,26 @@ class Finished(NamedTuple):
     seconds: deque[float]
 
 
-now = Position("start", 0, 0, time.monotonic())
+def _start_of_process() -> float:
+    """When the process was started, by `time.monotonic()`; now where the system does not say."""
+    stat, now = Path("/proc/self/stat"), time.monotonic()
+    if not stat.exists():
+        return now
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19])  # since the machine was booted
+    return now - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+now = Position("import", 0, 0, _start_of_process())
+spent: Counter[str] = Counter()  # time in phases that were left [s]
 finished = Finished(0, deque(maxlen=_RECENT))
 
 
 def enter(phase: str, step: int | None = None) -> None:
     """Note that the main thread enters a phase, of the step before if none is given."""
     global now
-    now = Position(phase, now.step if step is None else step, now.number + 1, time.monotonic())
+    before, since = now, time.monotonic()
+    spent[before.phase] += since - before.since
+    now = Position(phase, before.step if step is None else step, before.number + 1, since)
 
 
 def finish(step: int, seconds: float) -> None:
@@ -87,9 +105,17 @@ def finish(step: int, seconds: float) -> None:
 
 
 def restart() -> None:
-    """Begin a new run, in the phase `start`."""
+    """Begin a run, in the phase `import`: the first of a process began with the process."""
     global now, finished
-    now, finished = Position("start", 0, 0, time.monotonic()), Finished(0, deque(maxlen=_RECENT))
+    since = time.monotonic() if now.number else now.since
+    now, finished = Position("import", 0, 0, since), Finished(0, deque(maxlen=_RECENT))
+    spent.clear()
+
+
+def seconds_by_phase() -> dict[str, float]:
+    """The time since the start of the run by phase [s], in the order of the phases."""
+    every = spent + Counter({now.phase: time.monotonic() - now.since})
+    return {phase: every[phase] for phase in PHASES if phase in every}
 
 
 def limit(timeout: Timeout, phase: str) -> float:

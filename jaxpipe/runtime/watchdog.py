@@ -71,7 +71,6 @@ class Watchdog:
         self._heard: dict[int, tuple[int, float, bool]] = {}  # beat, its time, whether it is new
 
     def __enter__(self) -> "Watchdog":
-        position.restart()
         if not self._timeout:
             return self
         watch = processes.watch()

@@ -76,10 +76,11 @@ class CompiledSteps:
         up, and compile times may differ by more.
         """
         if key not in self._met:
-            position.enter("compile")
-            self._met[key], took = compile_timed(program, state, batch)
+            phase = position.now.phase
+            self._met[key], took = compile_timed(program, state, batch, enter=position.enter)
             self._say(f"{key}: {took}")
             processes.largest(0)
+            position.enter(phase)
         return self._met[key]
 
     def _program(self, name: str, state: State, batch: Tree) -> Any:

@@ -104,7 +104,7 @@ def open_loggers(config: Config, last_step: int, guard: WriteGuard | None = None
     """
     guard, loggers = guard or WriteGuard(print), list[Logger]()
     if config.log.tensorboard:
-        from jaxpipe.training.tensorboard import TensorBoard  # import tensorboardX only if used
+        from jaxpipe.training.tensorboard import TensorBoard
 
         loggers.append(TensorBoard(config, last_step))
     if config.log.prometheus_port:

@@ -167,6 +167,7 @@ class TrainLoop:
         while len(unread) > newest:
             position.enter("step", unread.oldest)
             dispatched, values, seconds = unread.read()
+            start = {} if position.finished.step else position.seconds_by_phase()
             position.finish(dispatched.step, seconds * len(dispatched.program))
             skipped = values["skipped_steps"]
             if not (limit or train.spike_sigma or skipped):
@@ -184,7 +185,10 @@ class TrainLoop:
                 with _timed(values, "evaluate_seconds"):
                     values |= self.tasks(state)
             if self.log:
-                self.log.write(dispatched.step, values)
+                taken = {f"start_{phase}_seconds": seconds for phase, seconds in start.items()}
+                self.log.write(dispatched.step, values | taken)
+            if start:
+                self.progress.say(_start_words(start))
             self.progress.update(dispatched.step, values, first=dispatched.first)
             if stops:
                 return Failure(state, dispatched, values)
@@ -292,6 +296,12 @@ class TrainLoop:
             f"stopped before the update; the parameters of step {step - 1} are saved."
         )
         return 1
+
+
+def _start_words(start: dict[str, float]) -> str:
+    """The message on the time from the command to the end of the first step, by phase [s]."""
+    listed = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in start.items())
+    return f"first step after {sum(start.values()):.1f} s: {listed}"
 
 
 def _joined(batches: Iterator[dict[str, Any]], steps: int) -> dict[str, Any]:

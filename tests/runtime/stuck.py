@@ -17,7 +17,6 @@ import jax
 
 from jaxpipe import train
 from jaxpipe.checkpoint import store
-from jaxpipe.runtime import position
 from jaxpipe.runtime.position import PHASES
 from jaxpipe.training import loop
 
@@ -106,5 +105,5 @@ if __name__ == "__main__":
     if is_stuck or place == "in_callback":
         PLACES[place](stuck)
     if place == "in_start":  # nobody would wait for the real limit
-        PHASES["start"] = position.Phase("starting", 40)
+        PHASES["open"] = PHASES["open"]._replace(least=40)
     sys.exit(train.main(arguments))

@@ -1,6 +1,9 @@
 """Who holds up a run, decided from what all processes report."""
 
+import subprocess
+import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -107,7 +110,7 @@ def test_the_limit_follows_the_median_step():
     assert position.limit("auto", "data") == 150
     assert position.limit("auto", "save") == 600
     assert position.limit(5.0, "data") == position.limit(5.0, "save") == 5
-    for phase in ("start", "restore", "compile"):
+    for phase in ("import", "devices", "restore", "trace", "compile"):
         assert position.limit(5.0, phase) == position.limit("auto", phase) == 1800
         assert position.limit(4000.0, phase) == 4000
 
@@ -120,6 +123,26 @@ def test_phases_are_counted():
     position.finish(3, 1.0)
     assert position.finished.step == 3
     assert position.now.phase in PHASES
+
+
+def test_the_time_of_a_start_is_counted_by_phase(monkeypatch):
+    """From the command on, phases that come again added up, until a new run begins."""
+    clock = iter([10.0, 11.0, 13.0, 14.0, 18.0, 20.0, 21.0])
+    monkeypatch.setattr(position, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    position.enter("save")
+    position.restart()
+    for phase in ("plan", "import", "plan"):
+        position.enter(phase)
+    assert position.seconds_by_phase() == {"import": 6.0, "plan": 3.0}
+    position.restart()
+    assert not position.spent
+
+
+def test_the_first_run_of_a_process_begins_with_the_process():
+    code = "from jaxpipe.runtime import position; position.restart(); print(position.now.since)"
+    begin = time.monotonic()
+    since = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    assert begin - 0.1 < float(since) < time.monotonic() - 0.01
 
 
 def stack(*files):

@@ -86,7 +86,7 @@ def test_two_processes(tmp_path, stuck, place, way, phase):
         *((index, "in_data", "waits_for_lock", "loading a batch") for index in (0, 3)),
         *((index, "in_save", "sleeps", "saving") for index in (0, 2)),
         *((index, "in_background_save", "sleeps", "saving") for index in (0, 1)),
-        *((index, "in_start", "sleeps", "starting") for index in (0, 3)),
+        *((index, "in_start", "sleeps", "opening data") for index in (0, 3)),
         *((index, "in_data", "keeps_gil", "loading a batch") for index in (0, 2)),
         *((index, "in_callback", "is_stopped", "running a step") for index in (0, 2)),
         *((index, "in_save", "is_stopped", "saving") for index in (0, 3)),

@@ -13,6 +13,7 @@ from commands import SMALL, complete, metrics
 from routed import batches, restored, run, trainer_of
 
 from jaxpipe.config import load
+from jaxpipe.runtime import position
 from jaxpipe.training import loop, unread
 from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.loop import TrainLoop
@@ -132,6 +133,19 @@ def test_a_step_is_dispatched_before_the_one_before_it_is_read(tmp_path):
         ("read", 4), ("log", 4), ("save", 4),
     ]  # fmt: skip
     assert [line["step"] for line in recorder.lines()] == [1, 2, 3, 4]
+
+
+def test_the_first_step_logs_the_time_from_the_command_by_phase(tmp_path):
+    position.restart()
+    position.enter("plan")
+    recorder = Recorder(tmp_path, "train.steps=3", "checkpoint.every=0")
+    assert recorder.run() == 0
+    first, *others = recorder.lines()
+    phases = [name.split("_")[1] for name in first if name.startswith("start_")]
+    assert phases == ["import", "plan", "data", "step"]
+    assert not any(name.startswith("start_") for line in others for name in line)
+    (words,) = [words for _, words in recorder.order("say") if words.startswith("first step")]
+    assert [part.split()[-2] for part in words.split(", ")] == ["import", *phases[1:]]
 
 
 def test_what_looks_at_the_state_reads_its_step_first(tmp_path):
