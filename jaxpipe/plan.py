@@ -4,7 +4,8 @@ Prints every schedule that the configuration allows with its bubble, memory and 
 recommends the fastest that fits in memory.
 
 With `--check-gpu h100` it instead compiles the training step for the configuration's GPUs, without
-having one, and reports whether the step fits and which communication overlaps with compute.
+having one, and reports whether the step fits and which communication overlaps with compute. With
+`--save DIR` it also writes the compiled step, which a run with `runtime.programs=DIR` loads.
 
 With `--search --devices N` it instead searches for the fastest mesh, schedule and memory settings
 on N devices for the configuration's tokens a step; overrides stay as they are, and `--write
@@ -66,6 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     try:
         arguments = parse(_parser(), argv)
+        if arguments.save and (arguments.search or not arguments.check_gpu):
+            raise ConfigError(
+                "--save writes what --check-gpu compiles without --search: give that."
+            )
         if arguments.search:
             return _search(arguments)
         return _check_gpu(arguments) if arguments.check_gpu else _plan(arguments)
@@ -149,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CARD[,...]",
         help=f"compile for {', '.join(CARDS)}",
     )
+    add("--save", type=local_path, metavar="DIR", help="write what is compiled, to be loaded")
     add("--devices", type=_counts, metavar="N[,...]", help="how many: for dp=-1, and to check")
     add("--schedules", type=_words, metavar="NAME[,...]", help="several, for --check-gpu")
     add("--json", action="store_true", help="print everything as one JSON object")
@@ -296,7 +302,7 @@ def _check_gpu(arguments: argparse.Namespace) -> int:
         arguments.config, arguments.overrides, arguments.check_gpu, arguments.devices or (),
         arguments.schedules or (), arguments.memory,
     )  # fmt: skip
-    reports = [check.check_step(one.plan, one.card) for one in every]
+    reports = [check.check_step(one.plan, one.card, arguments.save) for one in every]
     as_json = [report.report_as_json(one) for one in reports]
     if arguments.json:
         print(json.dumps(as_json if len(reports) > 1 else as_json[0], indent=1))

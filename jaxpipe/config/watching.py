@@ -46,6 +46,9 @@ class RuntimeConfig(Section, kw_only=True):
     # directory of compiled programs, which the next start loads; auto: one in the user's cache
     # directory, entries removed after 30 days; "": none. JAX_COMPILATION_CACHE_DIR takes precedence
     compile_cache: str = "auto"
+    # directory of training steps compiled ahead (`plan --check-gpu --save`), one of which the run
+    # loads if it is of the same program, devices and versions; "": none; not for several processes
+    programs: str = ""
 
 
 class DebugConfig(Section, kw_only=True):

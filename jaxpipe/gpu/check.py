@@ -21,6 +21,7 @@ from jaxpipe.planning import RunPlan
 from jaxpipe.runtime import compiler
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.runtime.environment import usable_share
+from jaxpipe.runtime.saved_programs import save_program
 from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.trainer import Trainer
 
@@ -91,10 +92,10 @@ class CompiledReport:
         return self.bytes.peak <= self.usable
 
 
-def check_step(plan: RunPlan, card: str) -> CompiledReport:
-    """Compile the step of a plan that was resolved for a card .
+def check_step(plan: RunPlan, card: str, save: Path | None = None) -> CompiledReport:
+    """Compile the step of a plan that was resolved for a card, and save it in a directory if given.
 
-    Raises `ConfigError` where the compiler or cuDNN is missing.
+    Raises `ConfigError` where the compiler or cuDNN is missing, or the directory is not writable.
     """
     memory = int(plan.devices.memory)
     usable = int(memory * usable_share())
@@ -105,11 +106,14 @@ def check_step(plan: RunPlan, card: str) -> CompiledReport:
     options, _ = compiler.accepted(chain(*map(compiler.of_purpose, purposes)))
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        compiled = _compile(trainer, options | {"xla_dump_to": folder})
+        name, lowered = lower_step(trainer)
+        compiled = _compile(lowered, options | {"xla_dump_to": folder})
         seconds = time.perf_counter() - start
         dump = next(Path(folder).glob(_THUNKS), None)
         graphed = read_graph_coverage(dump.read_text()) if dump else None
         largest = read_temporaries(Path(folder))
+    if save:
+        save_program(save, name, lowered, compiled, list(trainer.mesh.devices.flat))
     program = Program(compiled.as_text())
     ops = estimate_seconds(program, DEVICES[card.upper()], cards.card_bandwidth(card))
     layers = sum(map(len, trainer.layout.chunk_kinds))
@@ -145,8 +149,12 @@ def _describe_devices(card: str, usable: int, topology: str) -> tuple[jax.Device
     return tuple(described.devices)
 
 
-def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
-    """Compile the program of a run, with one step or several, from abstract arrays."""
+def lower_step(trainer: Trainer, platform: str = "cuda") -> tuple[str, jax.stages.Lowered]:
+    """Lower the program of a run, with one step or several, from abstract arrays.
+
+    Returns:
+      its name in the run, and the lowered program.
+    """
     state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         trainer.state_shapes, trainer.state_shardings,
@@ -158,12 +166,17 @@ def _compile(trainer: Trainer, options: dict[str, Any]) -> jax.stages.Compiled:
         )
         for name, one in batch.items()
     }
+    name = "train_steps" if steps.count > 1 else "train_step"
     program = steps.train_steps if steps.count > 1 else trainer.train_step
+    # Kernels ask for the default device's kind while they are traced.
+    with jax.default_device(trainer.mesh.devices.flat[0]):
+        traced = program.trace(state, batch)
+    return name, traced.lower(lowering_platforms=(platform,))
+
+
+def _compile(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
     try:
-        # Kernels ask for the default device's kind while they are traced.
-        with jax.default_device(trainer.mesh.devices.flat[0]):
-            traced = program.trace(state, batch)
-        return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+        return lowered.compile(compiler_options=options)
     except RuntimeError as error:
         if "cuDNN not found" in str(error):
             raise ConfigError(_CUDNN) from error

@@ -29,10 +29,11 @@ _NESTING = ("call", "conditional", "while")
 @cache  # once in a process
 def store_ordered_programs() -> None:
     """Let jax's compile cache store only programs whose collectives are ordered by data."""
-    store_programs_if(_is_ordered)
+    store_programs_if(is_ordered)
 
 
-def _is_ordered(executable: Any) -> bool:
+def is_ordered(executable: Any) -> bool:
+    """Return whether `collectives_are_ordered` in an executable, which has `hlo_modules()`."""
     return all(collectives_are_ordered(module.to_string()) for module in executable.hlo_modules())
 
 

@@ -54,7 +54,10 @@ def use_compile_cache(setting: str) -> None:
 
 
 def compile_timed(
-    program: Any, *args: Any, enter: Callable[[str], None] = lambda phase: None
+    program: Any,
+    *args: Any,
+    enter: Callable[[str], None] = lambda phase: None,
+    saved: Callable[[jax.stages.Lowered], tuple[Any, str]] = lambda lowered: (None, ""),
 ) -> tuple[Any, str]:
     """Compile a jitted function for these arguments.
 
@@ -62,6 +65,8 @@ def compile_timed(
       program: the jitted function.
       *args: its arguments, or their shapes.
       enter: is told the phases "trace" and "compile" (`position.enter`).
+      saved: returns the compiled program of a file, or None and a reason that the log gives, if any
+        (`saved_programs.load_program`).
 
     Returns:
       the compiled program, and how long it took, for the log.
@@ -72,10 +77,14 @@ def compile_timed(
     lowered = program.lower(*args)
     traced, hits = time.perf_counter(), _hits[thread]
     enter("compile")
-    compiled = lowered.compile()
+    found, reason = saved(lowered)
+    compiled = found or lowered.compile()
     ended = time.perf_counter()
     how = "loaded from the compile cache" if _hits[thread] > hits else "compiled"
-    return compiled, f"traced in {traced - start:.1f} s, {how} in {ended - traced:.1f} s"
+    if found:
+        how = "loaded from runtime.programs"
+    words = f"traced in {traced - start:.1f} s, {how} in {ended - traced:.1f} s"
+    return compiled, f"{words}, since {reason}" if reason else words
 
 
 @cache

@@ -3,11 +3,16 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+import jax
 
 from jaxpipe.data.batches import DataSplit
 from jaxpipe.runtime import position, processes
 from jaxpipe.runtime.compile_cache import compile_timed
+from jaxpipe.runtime.saved_programs import load_program
 from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
@@ -77,11 +82,24 @@ class CompiledSteps:
         """
         if key not in self._met:
             phase = position.now.phase
-            self._met[key], took = compile_timed(program, state, batch, enter=position.enter)
+            self._met[key], took = compile_timed(
+                program, state, batch, enter=position.enter, saved=partial(self._saved, key)
+            )
             self._say(f"{key}: {took}")
             processes.largest(0)
             position.enter(phase)
         return self._met[key]
+
+    def _saved(self, key: str, lowered: jax.stages.Lowered) -> tuple[Any, str]:
+        """The program that `plan --check-gpu --save` has compiled, or None and why it is not used.
+
+        It saves training steps alone.
+        """
+        directory = self._trainer.config.runtime.programs
+        if not directory or key == "eval_step":
+            return None, ""
+        devices = list(self._trainer.mesh.devices.flat)
+        return load_program(Path(directory), key, lowered, devices)
 
     def _program(self, name: str, state: State, batch: Tree) -> Any:
         """The program for the batch's shape; waits until it is compiled."""

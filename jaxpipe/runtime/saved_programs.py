@@ -1,0 +1,104 @@
+"""Compiled programs in files, for a run on equal devices with equal versions to load.
+
+A run traces its program before it looks for the file and compares a digest of what it has traced.
+So a file of other settings or other source is never taken.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+
+from jaxpipe.config import ConfigError
+from jaxpipe.runtime import processes
+from jaxpipe.runtime.collective_order import is_ordered
+
+_ENDING = ".program"
+
+
+def save_program(
+    directory: Path,
+    name: str,
+    lowered: jax.stages.Lowered,
+    compiled: jax.stages.Compiled,
+    devices: Sequence[jax.Device],
+) -> Path:
+    """Write a compiled program, and return its file.
+
+    Args:
+      directory: of the file.
+      name: of the program.
+      lowered: the program that was compiled.
+      compiled: it, compiled for the devices, which may be absent (`jax.experimental.topologies`).
+        XLA for CPUs cannot write one that it has loaded, from the compile cache for example.
+      devices: of its mesh, in order.
+
+    Raises:
+      ConfigError: the directory cannot be written, or XLA for CPUs could not load the program with
+        its collectives in order (`collective_order.py`).
+    """
+    about = _describe(lowered, devices)
+    if devices[0].platform == "cpu" and not is_ordered(compiled.runtime_executable()):
+        raise ConfigError(
+            f"{name} cannot be saved for CPUs: data do not order its collectives, and XLA for CPUs "
+            f"would load it without their order; save it for GPUs."
+        )
+    content, _, _ = serialize_executable.serialize(compiled)
+    path = directory / f"{name}-{about['the program'][:16]}{_ENDING}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(f"{json.dumps(about)}\n".encode() + content)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be written ({error.strerror}): choose another directory."
+        ) from error
+    return path
+
+
+def load_program(
+    directory: Path, name: str, lowered: jax.stages.Lowered, devices: Sequence[jax.Device]
+) -> tuple[jax.stages.Compiled | None, str]:
+    """Load the file of a program.
+
+    Args:
+      directory: where `save_program` has written it.
+      name: of the program.
+      lowered: the program, as this run has traced it.
+      devices: of its mesh, in order.
+
+    Returns:
+      The compiled program and "", or None and a sentence on why there is none.
+    """
+    if processes.several():
+        return None, "a run of several processes loads no saved program"
+    wanted, reason = _describe(lowered, devices), f"{directory} has no {name}"
+    for path in sorted(directory.glob(f"{name}-*{_ENDING}")):
+        about, _, content = path.read_bytes().partition(b"\n")
+        differences = [
+            f"{what} is {wanted[what]}, and in {path} {had}"
+            for what, had in json.loads(about).items()
+            if wanted[what] != had
+        ]
+        if not differences:
+            return serialize_executable.deserialize_and_load(
+                content, lowered.in_tree, lowered.out_tree,
+                backend=devices[0].client, execution_devices=devices,
+            ), ""  # fmt: skip
+        reason = differences[0]
+    return None, reason
+
+
+def _describe(lowered: jax.stages.Lowered, devices: Sequence[jax.Device]) -> dict[str, Any]:
+    """What must be equal where a program is compiled and where it is loaded."""
+    return {
+        "the version of jax": jax.__version__,
+        "the version of jaxlib": jaxlib.__version__,
+        "the kind of device": devices[0].device_kind,
+        "the number of devices": len(devices),
+        "the program": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
+    }

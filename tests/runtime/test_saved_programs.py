@@ -1,0 +1,146 @@
+"""A program compiled ahead in one process is loaded by another, which compiles nothing."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from commands import SMALL, losses
+
+from jaxpipe import train
+
+SCRIPT = """
+import sys
+from jaxpipe.runtime.environment import use_cpu_devices
+use_cpu_devices(4)
+import jax
+from jax import lax
+from pathlib import Path
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxpipe.config import ConfigError
+from jaxpipe.runtime import saved_programs
+from jaxpipe.runtime.compile_cache import compile_timed
+
+what, folder, width = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+spec = PartitionSpec("i")
+
+def ordered(state, batch):
+    total = lax.psum(state["w"] * batch, "i")
+    more = lax.cond(total[0] > 0, lambda y: lax.psum(y / 3, "i"), lambda y: y, total)
+    return {"w": state["w"] - more}, total.sum()
+
+def free(state, batch):
+    branch = lax.cond(batch[0] > 0, lambda y: lax.psum(y * y, "i"), lambda y: y, batch)
+    return {"w": state["w"] - branch}, lax.psum(batch, "i").sum()
+
+function = free if what == "free" else ordered
+step = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(spec, spec),
+                             out_specs=(spec, PartitionSpec()), check_vma=False),
+               donate_argnums=0)
+own = NamedSharding(mesh, spec)
+like = jax.ShapeDtypeStruct((width,), "float32", sharding=own)
+devices = list(mesh.devices.flat)
+if what in ("save", "free"):
+    lowered = step.trace({"w": like}, like).lower(lowering_platforms=("cpu",))
+    try:
+        saved_programs.save_program(folder, "train_step", lowered, lowered.compile(), devices)
+    except ConfigError as error:
+        print(error)
+    sys.exit()
+compiled = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None)
+state = {"w": jax.device_put(jax.numpy.linspace(0.1, 1.3, width), own)}
+batch = jax.device_put(jax.numpy.linspace(0.7, 2.9, width), own)
+compiled.clear()
+if what == "older":
+    saved_programs.jax.__version__ = "0.1.2"
+saved = {} if what == "plain" else {
+    "saved": lambda lowered: saved_programs.load_program(folder, "train_step", lowered, devices)}
+program, words = compile_timed(step, state, batch, **saved)
+print(len(compiled), words)
+before = state
+for _ in range(3):
+    state, loss = program(state, batch)
+print(before["w"].is_deleted(), [x.hex() for x in map(float, (loss, *state["w"]))])
+"""
+
+
+AHEAD = f"""
+import sys
+from pathlib import Path
+from jaxpipe.runtime.environment import use_cpu_devices
+use_cpu_devices(8)
+from jaxpipe.config import load
+from jaxpipe.gpu.check import lower_step
+from jaxpipe.runtime.saved_programs import save_program
+from jaxpipe.training.trainer import Trainer
+
+trainer = Trainer.resolve(load({str(SMALL)!r}, sys.argv[3:]))
+name, lowered = lower_step(trainer, "cpu")
+devices = list(trainer.mesh.devices.flat)
+save_program(Path(sys.argv[2]), name, lowered, lowered.compile(), devices)
+"""
+
+
+def ran(*arguments, script=SCRIPT):
+    """Return the lines that a new process without a compile cache prints."""
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("programs") / "new"
+    assert ran("save", directory, 8) == []
+    return directory
+
+
+def test_a_saved_program_is_loaded_and_computes_the_same_bits(folder):
+    how, numbers = ran("load", folder, 8)
+    assert how.startswith("0 ")
+    assert ", loaded from runtime.programs in " in how
+    plain_how, plain = ran("plain", folder, 8)
+    assert plain_how.startswith("1 ")
+    assert numbers == plain
+    assert numbers.startswith("True ")  # the state is donated
+
+
+def test_a_run_loads_the_step_that_was_compiled_for_its_configuration(tmp_path, capsys):
+    """The step is lowered from abstract arrays, as `plan --check-gpu` does."""
+    sizes = ["train.steps=2", "train.eval_every=0", "checkpoint.every=0", "log.tensorboard=false"]
+    ran("save", tmp_path / "programs", *sizes, script=AHEAD)
+    for run, programs in (("ahead", tmp_path / "programs"), ("plain", "")):
+        where = [f"run.dir={tmp_path / run}", f"runtime.programs={programs}"]
+        assert train.main([str(SMALL), *sizes, *where]) == 0
+        out = capsys.readouterr().out
+        assert ("loaded from runtime.programs" in out) == (run == "ahead")
+    assert losses(tmp_path / "ahead") == losses(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("what", "width", "reason"),
+    [
+        ("load", 16, "since the program is "),
+        ("older", 8, "since the version of jax is 0.1.2, and in "),
+    ],
+)
+def test_another_program_or_version_is_compiled_and_the_log_says_why(folder, what, width, reason):
+    how, _ = ran(what, folder, width)
+    assert how.startswith("1 ")
+    assert ", compiled in " in how
+    assert reason in how
+
+
+def test_without_a_file_the_log_says_so(tmp_path):
+    assert f"since {tmp_path} has no train_step" in ran("load", tmp_path, 8)[0]
+
+
+def test_collectives_that_data_do_not_order_are_not_saved_for_cpus(tmp_path):
+    (sentence,) = ran("free", tmp_path, 8)
+    assert "data do not order its collectives" in sentence
+    assert not list(tmp_path.iterdir())
