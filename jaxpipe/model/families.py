@@ -9,6 +9,7 @@ from jaxpipe.model.gpt2.presets import GPT2_PRESETS
 from jaxpipe.model.gpt_oss import config as gpt_oss
 from jaxpipe.model.llama import architectures as llama
 from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.llama4 import config as llama4
 
 FAMILIES = {
     family.name: family
@@ -33,6 +34,13 @@ FAMILIES = {
             gpt_oss.PRESETS,
             model="jaxpipe.model.llama.decoder:LlamaDecoder",
             huggingface="jaxpipe.model.gpt_oss.huggingface",
+        ),
+        ModelFamily(
+            "llama4",
+            llama4.Llama4Config,
+            llama4.PRESETS,
+            model="jaxpipe.model.llama4.decoder:Llama4Decoder",
+            huggingface="jaxpipe.model.llama4.huggingface",
         ),
         ModelFamily(
             "deepseek",

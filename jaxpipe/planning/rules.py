@@ -8,6 +8,7 @@ from jaxpipe.model.decoder_config import DecoderConfig, unmet_by_kernel, unmet_b
 from jaxpipe.model.deepseek.config import DeepseekConfig
 from jaxpipe.model.family import ModelConfig
 from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.llama4.config import Llama4Config
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.rope.config import RotaryConfig
 from jaxpipe.planning import device_checks, size_checks
@@ -32,6 +33,7 @@ RULES: tuple[Callable[..., object], ...] = (
     LlamaConfig.unmet_by_context,
     LlamaConfig.unmet_by_slices,
     LlamaConfig.broken_rules,
+    Llama4Config.broken_rules,
     DeepseekConfig.broken_rules,
     RotaryConfig.broken_rotary_rules,
     *size_checks.CHECKS,

@@ -22,7 +22,7 @@ def smaller_model(
 
     Key/value heads stay shared by query heads, or copied on devices, where they were; a vocabulary
     that its devices do not divide stays one; groups of experts, shared experts, leading dense
-    layers, a sliding window and predictions of further tokens stay.
+    layers, a sliding window, chunks and predictions of further tokens stay.
 
     Args:
       model: the model of the run.
@@ -45,6 +45,9 @@ def smaller_model(
         "max_seq_len": length if model.max_seq_len else 0,
         "global_every": min(getattr(model, "global_every", 0), 2),
         "sliding_window": min(getattr(model, "sliding_window", 0), length // 2 - 1),
+        "attention_chunk": min(getattr(model, "attention_chunk", 0), length // 2 - 1),
+        "nope_every": min(getattr(model, "nope_every", 0), 2),
+        "temperature_floor": min(getattr(model, "temperature_floor", 0), 2),
         "preset": "",
     }
     rotated = _WIDTHS["qk_rope_head_dim"] if hasattr(model, "qk_rope_head_dim") else _HEAD

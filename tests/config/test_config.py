@@ -70,6 +70,8 @@ PARAMETERS = {
     "gemma3_27b": 27_009_346_304,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
+    "llama4_scout": 107_769_861_120,
+    "llama4_maverick": 400_711_848_960,
     "mixtral_8x7b": 46_702_792_704,
     "mixtral_8x22b": 140_620_634_112,
     "qwen2_5_0_5b": 494_032_768,
@@ -100,6 +102,8 @@ ACTIVE = {
     # The model card's 3.61 B and 5.13 B leave the embedding out, 579,133,440.
     "gpt_oss_20b": 4_187_440_704,
     "gpt_oss_120b": 5_711_982_912,
+    "llama4_scout": 17_172_894_720,
+    "llama4_maverick": 17_184_691_200,
     "mixtral_8x7b": 12_879_925_248,
     "mixtral_8x22b": 39_152_031_744,
     "deepseek_v2_lite": 2_661_150_208,

@@ -43,6 +43,7 @@ rope_factor = 2.0
 _LOCAL = "n_kv_heads = 1\nsliding_window = 8\nglobal_every = 2\n"
 MORE = {
     "llama": "n_kv_heads = 1", "gemma3": _LOCAL, "gpt_oss": _LOCAL, "deepseek": _LATENT, "gpt2": "",
+    "llama4": "n_kv_heads = 1\nn_experts = 2\nattention_chunk = 8\nnope_every = 2\n",
 }  # fmt: skip
 VALUES = ["-1", "0", "1000000000000", "1000000000000000000", "1e18", "1e-60", "1e60", "nan",
           "inf", "2147483647", "1" + 400 * "0"]  # fmt: skip

@@ -39,6 +39,7 @@ RELATIVES = [
     ("mixtral", "interleaved, ep"),
     ("gemma3", "dualpipev, cp"),
     ("gpt_oss", "interleaved, ep"),
+    ("llama4", "interleaved, ep"),
 ]  # of these models, on one layout
 
 

@@ -30,9 +30,23 @@ CASES = {
     "gpt_oss, gathered keys": ("gpt_oss", "1f1b", (1, 2, 4), {"cp": 2, "sequence": True}),
     "gpt_oss, slices": ("gpt_oss", "1f1b", (2, 1, 2), {"slices": 2}),
     "gpt_oss, cuDNN": ("fused_gpt_oss", "1f1b", (2, 2, 2), {"cp": 2, "heads": 2}),
+    "llama4, packed, ring": (
+        "packed_llama4",
+        "zb_h1",
+        (2, 2, 2),
+        {"cp": 2, "heads": 1, "ep": 2, "slices": 2, "sequence": True, "zero_stage": 3},
+    ),
+    "llama4, exchanged heads": ("llama4", "dualpipe", (2, 4, 1), {"cp": 2, "heads": 2, "ep": 4}),
+    "llama4, gathered keys": ("llama4", "1f1b", (2, 2, 2), {"cp": 2, "remat": "full"}),
     "gemma3, slices": ("gemma3", "1f1b", (2, 1, 2), {"slices": 2}),
 }
-FEW = ["biased, shared heads", "gemma3, packed, cp", "gpt_oss", "gpt_oss, packed, exchanged heads"]
+FEW = [
+    "biased, shared heads",
+    "gemma3, packed, cp",
+    "gpt_oss",
+    "gpt_oss, packed, exchanged heads",
+    "llama4, packed, ring",
+]
 
 
 @pytest.mark.slow(unless=FEW)

@@ -24,6 +24,7 @@ CHECKS = [
     "jaxpipe.model.decoder_config",
     "jaxpipe.model.moe.config",
     "jaxpipe.model.llama.config",
+    "jaxpipe.model.llama4.config",
     "jaxpipe.model.gpt2.config",
 ]
 OF_OPTIONS = {"check_recording"}  # of train --record-routes, and not of settings alone

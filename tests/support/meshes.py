@@ -15,6 +15,7 @@ from jaxpipe.model.gemma3.config import Gemma3Config
 from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.gpt_oss.config import GptOssConfig
 from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.llama4.config import Llama4Config
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.moe.balance import REAL
 from jaxpipe.parallel import (
@@ -38,6 +39,11 @@ SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 4
 ALTERNATING = {"n_kv_heads": 2, "sliding_window": 3, "global_every": 3}
 MIXTURE = {"n_experts": 4, "experts_per_token": 2}
 GPT_OSS = SIZES | ALTERNATING | MIXTURE | {"rope_original_positions": 4}
+# Chunks end within a row; of four layers two are sparse, and one has no positions.
+LLAMA4 = SIZES | {
+    "n_kv_heads": 2, "n_experts": 4, "moe_every": 2, "nope_every": 3, "attention_chunk": 3,
+    "temperature_floor": 2, "rope_theta": 100.0,
+}  # fmt: skip
 LATENT = {
     "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
     "v_head_dim": 5, "rope_scaling": "yarn", "rope_factor": 4.0, "rope_mscale": 1.0,
@@ -59,6 +65,8 @@ MODELS = {
     "gpt_oss": GptOssConfig(**GPT_OSS),
     "packed_gpt_oss": GptOssConfig(**GPT_OSS),
     "fused_gpt_oss": GptOssConfig(**GPT_OSS, attention="cudnn"),
+    "llama4": Llama4Config(**LLAMA4),
+    "packed_llama4": Llama4Config(**LLAMA4),
     "dropping": LlamaConfig(**SIZES, n_kv_heads=2, dropout=0.3, attention_dropout=0.2),
     "gpt2_dropping": GPT2Config(**SIZES, max_seq_len=11, dropout=0.2, attention_dropout=0.3),
     "packed": LlamaConfig(**SIZES, n_kv_heads=2),

@@ -91,6 +91,17 @@ MODELS = {
             },
         },
     ),
+    # Layers with and without positions, dense and sparse; chunks and temperatures within a row.
+    "llama4": (
+        "Llama4",
+        _SIZES
+        | {
+            "head_dim": 6, "intermediate_size": 12, "intermediate_size_mlp": 20,
+            "num_local_experts": 4, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3,
+            "attention_chunk_size": 3, "floor_scale": 2, "attn_scale": 0.5,
+            "rope_parameters": _LLAMA_3 | {"high_freq_factor": 1.0},
+        },
+    ),
     "deepseek_v2": (
         "DeepseekV2",
         _SIZES | _LATENT | {
@@ -135,7 +146,7 @@ def float64():
 def build(name):
     """Return a transformers model in the default dtype."""
     family, settings = MODELS[name]
-    text = "Text" if family == "Gemma3" else ""
+    text = "Text" if family in ("Gemma3", "Llama4") else ""
     config = getattr(transformers, f"{family}{text}Config")(**settings)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
@@ -253,7 +264,7 @@ def recorded(name):
             "gradients": end_to_end(gradients),
         }  # fmt: skip
         # Muon's update of a matrix is not that of a tensor with all experts, gates beside ups.
-        for optimizer in ("adamw",) if name == "gpt_oss" else ("adamw", "muon"):
+        for optimizer in ("adamw",) if name in ("gpt_oss", "llama4") else ("adamw", "muon"):
             params, state, losses = wide, {}, []
             for step in range(STEPS):
                 loss, gradients = loss_and_gradients(model, params, tokens[step], ignored[step])

@@ -21,6 +21,7 @@ from jaxpipe.model.gated import gated
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.moe.config import is_sparse
 from jaxpipe.model.moe.layer import MixtureOfExperts
+from jaxpipe.model.packed import RowDocuments
 from jaxpipe.model.parts import (
     Dot,
     EmbedHeadParts,
@@ -86,17 +87,28 @@ class LlamaAttention(nnx.Module):
         q_BLHK, k_BLGK, v_BLGK = map(heads, products)
         if config.qk_norm:
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
-        q_BLHK = rotary(q_BLHK, positions_BL, config)
-        k_BLGK = rotary(k_BLGK, positions_BL, config)
-        if config.query_factor != 1:
-            q_BLHK = q_BLHK * config.query_factor
+        q_BLHK, k_BLGK = self.place(q_BLHK, k_BLGK, positions_BL)
         past, masks, documents, _ = given
+        documents = self.limit(documents, positions_BL)
         sink_H = self.sinks[...] if config.SINKS else None
         mixed_BLHK, past = self.attend(q_BLHK, k_BLGK, v_BLGK, past, masks, documents, sink_H)
         mixed_BLX = mixed_BLHK.reshape(*x_BLD.shape[:2], -1)
         (made_BLD,) = dot(mixed_BLX, wo=self.wo[...])
         y_BLD = devices.leave(made_BLD)
         return y_BLD + broadcast_last(self.bo[...], y_BLD) if config.OUT_BIAS else y_BLD, past
+
+    def place(
+        self, q_BLHK: jax.Array, k_BLGK: jax.Array, positions_BL: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return queries and keys at their positions, as scores are computed of them."""
+        q_BLHK = rotary(q_BLHK, positions_BL, self.config)
+        k_BLGK = rotary(k_BLGK, positions_BL, self.config)
+        factor = self.config.query_factor
+        return q_BLHK if factor == 1 else q_BLHK * factor, k_BLGK
+
+    def limit(self, documents: RowDocuments | None, positions_BL: jax.Array) -> RowDocuments | None:
+        """Return the documents within which the tokens attend."""
+        return documents
 
     def _own(self, weight: jax.Array) -> jax.Array:
         """The part of a key or value weight, or bias, for the heads that our queries use."""

@@ -46,6 +46,7 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     # What families that derive from this one change.
     GATE: ClassVar[str] = "silu"  # gate of MLPs and experts (`jaxpipe.model.gated`)
     EXPERT_BIASES: ClassVar[bool] = False  # whether the router and the experts' products have one
+    SCALES_INPUTS: ClassVar[bool] = False  # whether weights multiply experts' inputs, not outputs
 
     def resolved(self) -> Self:
         """The same model with the widths of a head and of an expert filled in."""

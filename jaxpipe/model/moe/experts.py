@@ -2,7 +2,8 @@
 
 Shapes: N tokens of B examples, K experts per token, R = N K rows, S slots, D model, F an expert's
 hidden width, E experts on a device. A row's weight travels with the row and is multiplied in before
-the last product, so that the experts' outputs need not be stored for the weight's gradient.
+the last product, or before the first (`SCALES_INPUTS`), so that the experts' outputs need not be
+stored for the weight's gradient.
 """
 
 import math
@@ -59,13 +60,16 @@ class Experts(nnx.Module):
             self.b_up = init("experts/b_up", (e, f), 0.0, inputs)
             self.b_down = init("experts/b_down", (e, d), 0.0, summed)
         self.gate, self.has_biases, self.size = config.GATE, config.EXPERT_BIASES, devices.size
+        self.scales_inputs = config.SCALES_INPUTS
 
     def __call__(self, x: jax.Array, weights: jax.Array, dot: Dot, own: Select) -> jax.Array:
         """Transform rows `[..., D]` times `weights [..., 1]`; a partial sum per device along tp."""
+        x = x * weights if self.scales_inputs else x
         gate, up = dot(x, expert_gate=self.w_gate[...], expert_up=self.w_up[...])
         if self.has_biases:
             gate, up = gate + own(self.b_gate[...]), up + own(self.b_up[...])
-        hidden = gated(self.gate, gate, up) * weights
+        hidden = gated(self.gate, gate, up)
+        hidden = hidden if self.scales_inputs else hidden * weights
         (down,) = dot(hidden, expert_down=self.w_down[...])
         return down + weights * (own(self.b_down[...]) / self.size) if self.has_biases else down
 
