@@ -19,34 +19,21 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from datetime import date
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import msgspec
 
-from jaxpipe.bench.options import add_out, check_out, check_positive, markdown_table, write_json
-from jaxpipe.bench.processes import (
-    ProcessGroup,
-    framework_versions,
-    processor_name,
-    step_seconds,
-)
+from jaxpipe.bench import options
+from jaxpipe.bench.processes import ProcessGroup, processor_name
 from jaxpipe.bench.sleeping import SleepingStep
+from jaxpipe.bench.variants import PEERS
 from jaxpipe.config import ConfigError
 from jaxpipe.schedule import ScheduleVariant, find_family, lower, simulate
 
 _PEER = Path(__file__).parent / "peers" / "torch_clockwork.py"
-_PEERS = {
-    "gpipe": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "interleaved_1f1b": "ScheduleInterleaved1F1B",
-    "zb_h1": "ScheduleInterleavedZeroBubble",
-    "zbv": "ScheduleZBVZeroBubble",
-    "dualpipev": "ScheduleDualPipeV",
-}
 # Live microbatches per rank of the variants that run forwards ahead: more than 1F1B needs.
 _AHEAD = {"1f1b": lambda ranks: 2 * ranks - 1, "dualpipev": lambda ranks: 2 * ranks}
 _DEFAULT = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipev")
@@ -77,19 +64,18 @@ class ClockworkSteps(msgspec.Struct):
     torch: list[float] = []
     fused: int = 1
 
-    def idle(self, seconds: float) -> float:
-        """Return the idle share of a step that takes `seconds`."""
-        return 1 - self.useful / seconds
+    def cells(self) -> list[str]:
+        """Return the cells of the table's row."""
+        measured = median(self.measured)
+        microbatches = f"{self.fused} x " * (self.fused > 1) + str(self.microbatches)
+        return [
+            str(self.ranks), microbatches, f"`{self.schedule}`",
+            f"{measured / self.predicted:.3f}", self._idle(measured), self._idle(self.predicted),
+            self._idle(median(self.torch)) if self.torch else "",
+        ]  # fmt: skip
 
-
-class ClockworkResult(msgspec.Struct):
-    """Content of the output file: date, machine, versions, command and measured steps."""
-
-    date: str
-    machine: str
-    versions: dict[str, str]
-    command: str
-    steps: list[ClockworkSteps]
+    def _idle(self, seconds: float) -> str:
+        return f"{1 - self.useful / seconds:.3f}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,34 +87,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", nargs=3, type=float, default=[0.02, 0.023, 0.017], metavar=("F", "B", "W"),
         help="of one microbatch on one rank (0.02 0.023 0.017)")  # fmt: skip
     add("--steps", type=int, default=3, help="measured of each (3)")
-    add(
-        "--fused-steps", type=int, default=1, metavar="N", help="that overlap, in each of these (1)"
-    )
-    add("--torch", metavar="PYTHON", help="a Python with torch, to measure beside")
-    add_out(parser)
+    add("--fused-steps", type=int, default=1, metavar="N", help="that overlap, in each (1)")
+    add("--torch", metavar="PYTHON", help="a Python with torch, to measure PyTorch as well")
+    options.add_out(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure every schedule at every number of ranks, and print a table."""
     _check(arguments)
+    programs = {"jaxpipe": [sys.executable, "-m", "jaxpipe.bench.sleeping"]}
+    if arguments.torch:
+        programs["torch"] = [arguments.torch, str(_PEER)]
     machine = f"{os.cpu_count()} cores of {processor_name()}"
-    result = ClockworkResult(f"{date.today():%F}", machine, {}, arguments.line, [])
+    result = options.provenance(arguments) | {"machine": machine}
+    measured = []
     for ranks in arguments.ranks:
         with ExitStack() as stack:
-            programs = {"jaxpipe": [sys.executable, "-m", "jaxpipe.bench.sleeping"]}
-            if arguments.torch:
-                programs["torch"] = [arguments.torch, str(_PEER)]
             groups = {
                 name: stack.enter_context(ProcessGroup(name, program, ranks))
                 for name, program in programs.items()
             }
-            result.versions = framework_versions(groups.values())
+            result["versions"] |= {n: g.version for n, g in groups.items() if n != "jaxpipe"}
             for variant in _list_variants(arguments, ranks):
                 steps = _measure_variant(variant, ranks, arguments, groups)
-                result.steps.append(steps)
-                print(_table_row(steps), flush=True)
-    print("\n" + table(result))
-    write_json(msgspec.to_builtins(result), arguments.out)
+                measured.append(steps)
+                print(" ".join(filter(None, steps.cells())), flush=True)
+    print("\n" + table(measured))
+    options.write_json(result | {"steps": measured}, arguments.out)
+
+
+def table(steps: Sequence[ClockworkSteps]) -> str:
+    """Return the results as a Markdown table."""
+    header = ("P", "M", "schedule", "measured / predicted", "idle", "by the simulator", "PyTorch's")
+    return options.markdown_table(header, [one.cells() for one in steps])
 
 
 def _measure_variant(
@@ -139,57 +130,31 @@ def _measure_variant(
 ) -> ClockworkSteps:
     work = variant_work(variant, ranks, ranks * arguments.rounds, arguments.seconds)
     work = replace(work, steps=arguments.fused_steps)
-    ours, name = groups["jaxpipe"], variant.label
-    ours.ask("build", name=name, work=work.as_words())
+    ours, peer, name = groups["jaxpipe"], PEERS.get(variant.family), variant.label
+    ours.ask("build", name=name, work=asdict(work))
 
     def steps(group: ProcessGroup, **how: Any) -> list[float]:
-        return [step_seconds(group.ask("step", name=name, **how)) for _ in range(arguments.steps)]
+        return [group.step_seconds(name, **how) for _ in range(arguments.steps)]
 
     transfer = median(steps(ours, asleep=False)) / lower(work.schedule, work.lockstep).ticks
     costs = replace(work.costs, transfer=transfer)
     predicted = simulate(work.schedule, costs, work.lockstep).scan_makespan
-    times = ClockworkSteps(
-        name, ranks, work.microbatches, work.seconds, transfer, predicted, steps(ours)
-    )
-    times.fused = work.steps
-    if "torch" in groups and variant.family in _PEERS and not variant.in_flight:
-        peer = _PEERS[variant.family]
-        groups["torch"].ask("build", name=name, schedule=peer, work=work.as_words())
-        times.torch = steps(groups["torch"])
-    return times
+    measured, torch = steps(ours), []
+    if "torch" in groups and peer and not variant.in_flight:
+        groups["torch"].ask("build", name=name, schedule=peer, work=asdict(work))
+        torch = steps(groups["torch"])
+    return ClockworkSteps(
+        name, ranks, work.microbatches, work.seconds, transfer, predicted, measured, torch,
+        work.steps,
+    )  # fmt: skip
 
 
 def variant_work(
     variant: ScheduleVariant, ranks: int, microbatches: int, seconds: Sequence[float]
 ) -> SleepingStep:
     """Return the step of a variant; `seconds` are those of F, B and W per microbatch and rank."""
-    options = {"virtual_stages": variant.virtual_stages} if variant.virtual_stages else {}
-    return SleepingStep(variant.family, ranks, microbatches, *seconds, variant.in_flight, options)
-
-
-def table(result: ClockworkResult) -> str:
-    """Return the results as a Markdown table."""
-    header = ("P", "M", "schedule", "measured / predicted", "idle", "by the simulator", "PyTorch's")
-    rows = [
-        (
-            str(one.ranks), f"{one.fused} x " * (one.fused > 1) + str(one.microbatches),
-            f"`{one.schedule}`",
-            f"{median(one.measured) / one.predicted:.3f}",
-            f"{one.idle(median(one.measured)):.3f}",
-            f"{one.idle(one.predicted):.3f}",
-            f"{one.idle(median(one.torch)):.3f}" if one.torch else "",
-        )
-        for one in result.steps
-    ]  # fmt: skip
-    return markdown_table(header, rows)
-
-
-def _table_row(steps: ClockworkSteps) -> str:
-    ratios = ", ".join(f"{one / steps.predicted:.3f}" for one in steps.measured)
-    return (
-        f"P={steps.ranks} {steps.schedule}: {steps.predicted:.3f} s predicted, "
-        f"{steps.transfer * 1e3:.2f} ms a message; taken: {ratios} of that"
-    )
+    more = {"virtual_stages": variant.virtual_stages} if variant.virtual_stages else {}
+    return SleepingStep(variant.family, ranks, microbatches, *seconds, variant.in_flight, more)
 
 
 def _list_variants(arguments: argparse.Namespace, ranks: int) -> Iterator[ScheduleVariant]:
@@ -204,11 +169,10 @@ def _list_variants(arguments: argparse.Namespace, ranks: int) -> Iterator[Schedu
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise `ConfigError` if the options are unsuitable."""
+    counts = ("rounds", "steps", "fused_steps")
+    options.check_positive(**{name: getattr(arguments, name) for name in counts})
+    options.check_out(arguments.out)
     several = arguments.fused_steps > 1
-    check_positive(
-        rounds=arguments.rounds, steps=arguments.steps, fused_steps=arguments.fused_steps
-    )
-    check_out(arguments.out)
     for name in arguments.schedules:
         if find_family(name).placement == "file":
             raise ConfigError(f"--schedules {name}: its orders are in a file; name another.")

@@ -12,38 +12,40 @@ import argparse
 from functools import partial
 from typing import Any
 
-import msgspec
+import jax
+import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from msgspec.structs import replace
 
-from jaxpipe.bench.options import add_config, add_out, load_for_devices, provenance, write_json
+from jaxpipe.bench import options
 from jaxpipe.bench.processes import BenchError
-from jaxpipe.config import Config
-from jaxpipe.config import ParallelConfig as Parallel
+from jaxpipe.config import Config, ParallelConfig
+from jaxpipe.pipeline import losses_and_gradients_ref
 from jaxpipe.runtime.devices import DEVICES
+from jaxpipe.training.batch_sharder import random_batch
+from jaxpipe.training.trainer import Trainer
 
 Tree = Any
 LIMITS = {"bfloat16": 0.05, "fp8": 0.25}  # a wrong sum has an error above 0.5
-_WAYS = {"bfloat16": "none", "fp8": "current"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    add_config(parser, "configs/llama3_8b_layers_1gpu.toml")
+    options.add_config(parser, "configs/llama3_8b_layers_1gpu.toml")
     parser.add_argument("--layers", type=int, default=2, help="of the model (2)")
-    add_out(parser)
+    options.add_out(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print the table and write the file; raises `BenchError` above a limit."""
-    config = load_for_devices(arguments)
-    result = provenance(arguments) | measure(config, arguments.layers)
-    table = Table("products in", "F", "B", "W", "limit", title=result["device"])
-    for name, errors in result["errors"].items():
-        table.add_row(name, *(f"{errors[op]:.2g}" for op in "FBW"), f"{LIMITS[name]:g}")
-    Console(highlight=False).print(table)
-    write_json(result, arguments.out)
+    config = options.load_for_devices(arguments)
+    result = options.provenance(arguments) | measure(config, arguments.layers)
+    rows = [
+        [name, *(f"{errors[op]:.2g}" for op in "FBW"), f"{LIMITS[name]:g}"]
+        for name, errors in result["errors"].items()
+    ]
+    print(options.markdown_table(("products in", "F", "B", "W", "limit"), rows))
+    options.write_json(result, arguments.out)
     for name, errors in result["errors"].items():
         if not _worst(errors) <= LIMITS[name]:
             raise BenchError(f"in {name} an op is off by more than {LIMITS[name]:g}: {errors}.")
@@ -59,61 +61,50 @@ def measure(config: Config, layers: int) -> dict[str, Any]:
     Returns:
         device, and `errors` by precision and op.
     """
-    import jax
-
-    replace = msgspec.structs.replace
-    kind = jax.devices()[0].device_kind
+    device = jax.devices()[0]
     config = replace(
         config,
         model=replace(config.model, n_layers=layers),
-        parallel=Parallel(schedule="zb_h1", layer_split="even"),
+        parallel=ParallelConfig(schedule="zb_h1", layer_split="even"),
         train=replace(config.train, grad_accum_steps=1, remat="none"),
     )
-    able = jax.devices()[0].platform == "cpu" or any(
-        name in kind and sheet.fp8 for name, sheet in DEVICES.items()
-    )
-    want = _gradients(config, None)
-    errors = {
-        name: _errors(_gradients(config, fp8), want)
-        for name, fp8 in _WAYS.items()
-        if fp8 == "none" or able
-    }
-    return {"device": kind, "errors": errors}
+    has_fp8 = any(name in device.device_kind and sheet.fp8 for name, sheet in DEVICES.items())
+    settings = {"bfloat16": "none"}
+    if device.platform == "cpu" or has_fp8:
+        settings["fp8"] = "current"
+    want = _gradients_ref(config)
+    errors = {name: _errors(_gradients(config, fp8), want) for name, fp8 in settings.items()}
+    return {"device": device.device_kind, "errors": errors}
 
 
-def _gradients(config: Config, fp8: str | None) -> Tree:
-    """Return all gradients on the host; `fp8` None: of the reference implementation in float32."""
-    import jax
+def _gradients_ref(config: Config) -> Tree:
+    """Return all gradients of the reference implementation in float32, on the host."""
+    model = replace(config.model, attention="xla")
+    trainer, params, batch = _start(replace(config, model=model), "float32", "none")
+    layers = trainer.layout.unstack(params["layers"])
+    step = jax.jit(partial(losses_and_gradients_ref, trainer.pipeline.functions))
+    with jax.default_matmul_precision("highest"):
+        return jax.device_get(step(params["embed_head"], layers, batch)[1])
 
-    from jaxpipe.pipeline import losses_and_gradients_ref
-    from jaxpipe.training.batch_sharder import random_batch
-    from jaxpipe.training.trainer import Trainer
 
-    replace = msgspec.structs.replace
-    plain = fp8 is None
-    model = replace(config.model, attention="xla") if plain else config.model
-    dtype = "float32" if plain else "bfloat16"
-    train = replace(config.train, compute_dtype=dtype, fp8=fp8 or "none")
-    one = replace(config, model=model, train=train)
-    trainer = Trainer.resolve(one, jax.devices()[:1])
-    params, batch = trainer.init_parameters(), trainer.put(random_batch(trainer.config))
-    if plain:
-        layers = trainer.layout.unstack(params["layers"])
-        step = jax.jit(partial(losses_and_gradients_ref, trainer.pipeline.functions))
-        with jax.default_matmul_precision("highest"):
-            _, gradients = step(params["embed_head"], layers, batch)
-        return jax.device_get(gradients)
-    variables = jax.tree.map(jax.numpy.asarray, trainer.model.functions.variables)
+def _gradients(config: Config, fp8: str) -> Tree:
+    """Return all gradients of the executor in bfloat16, with products in `fp8`, on the host."""
+    trainer, params, batch = _start(config, "bfloat16", fp8)
+    variables = jax.tree.map(jnp.asarray, trainer.model.functions.variables)
     _, gradients, *_ = jax.jit(trainer.pipeline.step)(params, batch, variables)
-    layers = trainer.layout.unstack(gradients["layers"])
-    return jax.device_get({"embed_head": gradients["embed_head"], "layers": layers})
+    return jax.device_get(gradients | {"layers": trainer.layout.unstack(gradients["layers"])})
+
+
+def _start(config: Config, dtype: str, fp8: str) -> tuple[Trainer, Tree, Tree]:
+    train = replace(config.train, compute_dtype=dtype, fp8=fp8)
+    trainer = Trainer.resolve(replace(config, train=train), jax.devices()[:1])
+    return trainer, trainer.init_parameters(), trainer.put(random_batch(trainer.config))
 
 
 def _errors(got: Tree, want: Tree) -> dict[str, float]:
     """Return the error of each op, from the gradients that depend on it."""
-    import jax
-
-    off = jax.tree.map(_error, got, want)
+    norm = np.linalg.norm
+    off = jax.tree.map(lambda got, want: float(norm(got - want) / norm(want)), got, want)
     return {
         "F": _worst(off["embed_head"]["head"]),
         "B": _worst(off["embed_head"]["embed"]),
@@ -121,12 +112,6 @@ def _errors(got: Tree, want: Tree) -> dict[str, float]:
     }
 
 
-def _error(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
-
-
 def _worst(errors: Tree) -> float:
     """Return the largest error, or NaN if any is NaN (Python's `max` would depend on the order)."""
-    import jax
-
     return float(np.max(jax.tree.leaves(errors)))

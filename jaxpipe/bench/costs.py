@@ -11,27 +11,28 @@ device's peak. `plan --costs` and `parallel.costs` read the file.
 import argparse
 import os
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
-from rich.console import Console
-from rich.table import Table
+import jax
+from msgspec.structs import replace
 
-from jaxpipe import config as configs
 from jaxpipe.bench import options
 from jaxpipe.bench.processes import processor_name
-from jaxpipe.config import Config, ConfigError
+from jaxpipe.config import Config, ConfigError, ParallelConfig
 from jaxpipe.planning.costs import costs_of
+from jaxpipe.runtime.devices import peak_flops
+from jaxpipe.training.op_timers import op_seconds
+from jaxpipe.training.step_timers import TransferTimer, UpdateTimer
+from jaxpipe.training.trainer import Trainer
 
-if TYPE_CHECKING:
-    import jax
+_COLUMNS = ("op", "ms", "GFLOP", "TFLOP/s", "of the peak")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
     options.add_config(parser, "configs/llama3_8b_pp4.toml")
-    add("--layers", type=int, default=2, help="layers in a loop's turn (2)")
+    add("--layers", type=int, default=2, help="layers in an iteration of a loop (2)")
     add("--repeats", type=int, default=5, help="loops, of which the median counts (5)")
     add("--link", type=float, default=50e9, help="bytes/s to a neighbour, if there is none (50e9)")
     options.add_out(parser)
@@ -41,9 +42,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure, print the table and write the file."""
     options.check_positive(layers=arguments.layers, repeats=arguments.repeats)
     config = options.load_for_devices(arguments)
-    ops = measure(config, arguments.layers, arguments.repeats, arguments.link)
-    result = options.provenance(arguments) | ops
-    _print(result)
+    result = options.provenance(arguments) | measure(
+        config, arguments.layers, arguments.repeats, arguments.link
+    )
+    print(f"{result['device']}\n\n{options.markdown_table(_COLUMNS, rows(result))}")
     options.write_json(result, arguments.out)
 
 
@@ -60,42 +62,32 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
         device, its peak FLOP/s, seconds by op, seconds of the update of a layer, FLOPs by op, and
         whether the transfer was measured.
     """
-    import jax
-
-    from jaxpipe.runtime.devices import peak_flops
-    from jaxpipe.training.op_timers import op_seconds
-    from jaxpipe.training.step_timers import TransferTimer, UpdateTimer
-    from jaxpipe.training.trainer import Trainer
-
     devices = tuple(jax.devices())
-    device = devices[0]
-    part = reduce_to_one_rank(config, len(devices))
-    sharing = part.parallel.dp * part.parallel.tp
-    one = Trainer.resolve(part, devices[:sharing])
-    turns = 2 if device.platform == "cpu" else 8
-    seconds = op_seconds(one, layers=layers, turns=turns, repeats=repeats)
-    costs = costs_of(part)
-    pairs = len(devices) >= 2 * sharing
-    if pairs:
-        parallel = msgspec.structs.replace(part.parallel, pp=2, allow_underfilled=True)
-        both = msgspec.structs.replace(part, parallel=parallel)
-        two = Trainer.resolve(both, devices[: 2 * sharing])
-        transfer = TransferTimer(two)
+    one_rank = reduce_to_one_rank(config, len(devices))
+    sharing = one_rank.parallel.dp * one_rank.parallel.tp
+    trainer = Trainer.resolve(one_rank, devices[:sharing])
+    turns = 2 if devices[0].platform == "cpu" else 8
+    seconds = op_seconds(trainer, layers=layers, turns=turns, repeats=repeats)
+    costs = costs_of(one_rank)
+    seconds["transfer"] = costs.message / link
+    has_neighbour = len(devices) >= 2 * sharing
+    if has_neighbour:
+        parallel = replace(one_rank.parallel, pp=2, allow_underfilled=True)
+        two_ranks = replace(one_rank, parallel=parallel)
+        transfer = TransferTimer(Trainer.resolve(two_ranks, devices[: 2 * sharing]))
         seconds["transfer"] = median(transfer.seconds() for _ in range(repeats))
-    else:
-        seconds["transfer"] = costs.message / link
     update = UpdateTimer(Trainer.resolve(reduce_to_one_device(config), devices[:1]), layers)
     layer = costs.kinds[costs.order[0]]
     return {
-        "device": _device_name(device),
-        "peak": peak_flops(device.device_kind),
+        "device": _device_name(devices[0]),
+        "peak": peak_flops(devices[0].device_kind),
         "seconds": seconds,
         "update": median(update.seconds() for _ in range(repeats)) / layers,
         "flops": {
             "F": layer.F, "B": layer.B, "W": layer.W, "BW": layer.B + layer.W,
             "head": costs.head,
         },
-        "transfer_measured": pairs,
+        "transfer_measured": has_neighbour,
     }  # fmt: skip
 
 
@@ -115,24 +107,22 @@ def reduce_to_one_rank(config: Config, devices: int) -> Config:
                 f"there are {devices}: time ops on as many, or with parallel.cp=1."
             )
         config = reduce_to_one_device(config)
-    parallel = configs.ParallelConfig(
+    parallel = ParallelConfig(
         dp=full.cp, cp=full.cp, cp_method=full.cp_method, cp_heads=full.cp_heads,
         tp=config.parallel.tp, slices=full.slices,
         sequence_parallel=full.sequence_parallel and config.parallel.tp > 1, schedule="1f1b",
     )  # fmt: skip
-    train = msgspec.structs.replace(config.train, grad_accum_steps=1)
-    return msgspec.structs.replace(config, parallel=parallel, train=train)
+    return replace(config, parallel=parallel, train=replace(config.train, grad_accum_steps=1))
 
 
 def reduce_to_one_device(config: Config) -> Config:
     """Return the configuration of a tp shard of the model, on a mesh of one device."""
     model = config.model.part(config.parallel.tp)
-    parallel = configs.ParallelConfig(schedule="1f1b")
-    train = msgspec.structs.replace(config.train, grad_accum_steps=1)
-    return msgspec.structs.replace(config, model=model, parallel=parallel, train=train)
+    train = replace(config.train, grad_accum_steps=1)
+    return replace(config, model=model, parallel=ParallelConfig(schedule="1f1b"), train=train)
 
 
-def _device_name(device: "jax.Device") -> str:
+def _device_name(device: jax.Device) -> str:
     """Return the device's name; for a CPU, its model and the number of usable cores."""
     if device.platform != "cpu":
         return device.device_kind
@@ -140,31 +130,17 @@ def _device_name(device: "jax.Device") -> str:
     return f"{processor_name()}, {cores} core{'s' * (cores > 1)}"
 
 
-COLUMNS = ("op", "ms", "GFLOP", "TFLOP/s", "of the peak")
-
-
 def rows(result: dict[str, Any]) -> list[list[str]]:
-    """Return the table cells of every op that was measured, in the order of `COLUMNS`."""
-    seconds, peak = result["seconds"], result["peak"]
-    every = {**seconds["layer"], **{k: v for k, v in seconds.items() if k != "layer"}}
+    """Return the table's rows: every op, and the transfer if it was measured."""
+    seconds = result["seconds"]
+    measured = seconds["layer"] | seconds | {"update, a layer": result["update"]}
+    del measured["layer"]
     if not result["transfer_measured"]:
-        del every["transfer"]
+        del measured["transfer"]
     cells = []
-    for name, each in {**every, "update, a layer": result["update"]}.items():
-        flops = result["flops"].get(name)
-        rate = ["", "", ""]
-        if flops:
-            share = f"{flops / each / peak:.1%}" if peak else ""
-            rate = [f"{flops / 1e9:,.1f}", f"{flops / each / 1e12:,.3f}", share]
-        cells.append([name, f"{each * 1e3:,.3f}", *rate])
+    for name, each in measured.items():
+        rate = result["flops"].get(name, 0) / each
+        share = f"{rate / result['peak']:.1%}" if rate and result["peak"] else ""
+        work = [f"{rate * each / 1e9:,.1f}", f"{rate / 1e12:,.3f}"] if rate else ["", ""]
+        cells.append([name, f"{each * 1e3:,.3f}", *work, share])
     return cells
-
-
-def _print(result: dict[str, Any]) -> None:
-    title = f"{result['device']}, {', '.join(' '.join(v) for v in result['versions'].items())}"
-    table = Table(*COLUMNS, title=title)
-    for cells in rows(result):
-        table.add_row(*cells)
-    Console(highlight=False).print(table)
-    if not result["transfer_measured"]:
-        print("transfer: from --link, there is one device")

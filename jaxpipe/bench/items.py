@@ -27,48 +27,41 @@ class Item(NamedTuple):
     name: str
     why: str
     words: tuple[str, ...]
-    limit: int
+    limit: int = 240
     writes: bool = True
 
 
 def list_items(*, cpu: bool) -> tuple[Item, ...]:
     """Return all items for one GPU; with `cpu`, the same items at tiny sizes on the CPU."""
-    tiny = _TINY if cpu else ()
-    repeats = ("--repeats", "1") if cpu else ()
-    steps = ("--steps", "2") if cpu else ()
 
-    def bench(what: str, config: str, *words: str, more: tuple[str, ...] = ()) -> tuple[str, ...]:
+    def bench(what: str, *words: str, config: str = MODEL) -> tuple[str, ...]:
+        options = {"ops": ("--repeats", "1"), "train": ("--steps", "2")}.get(what, ())
+        if not cpu:
+            return ("jaxpipe.bench", what, config, *words)
         named = {_key(word) for word in words}
-        small = (word for word in tiny if _key(word) not in named)
-        return ("jaxpipe.bench", what, _ON_CPU[config] if cpu else config, *words, *small, *more)
+        tiny = (word for word in _TINY if _key(word) not in named)
+        return ("jaxpipe.bench", what, _ON_CPU[config], *words, *tiny, *options)
 
-    def step(remat: str, *words: str) -> tuple[str, ...]:
-        return bench("train", MODEL, f"train.remat={remat}", *words, more=steps)
-
-    length = "64" if cpu else "32768"
+    length = 64 if cpu else 32768
     long = (f"train.seq_len={length}", f"model.max_seq_len={length}")
     two = ("parallel.pp=2", *(("runtime.cpu_devices=2",) if cpu else ()))
+    selective, fp8 = "train.remat=selective", "train.fp8=delayed"
     return (
-        Item("correct", "F, B and W in bfloat16 and fp8 beside float32",
-             bench("correct", MODEL), 300),
-        Item("ops", "F, B, W of a layer, head, update",
-             bench("ops", MODEL, more=repeats), 240),
-        Item("step-selective", "a step on one GPU", step("selective"), 240),
-        Item("step-full", "a step that computes all again", step("full"), 240),
-        Item("step-none", "a step that stores everything", step("none"), 240),
-        Item("step-selective-fp8", "the same in 8-bit floats",
-             step("selective", "train.fp8=delayed"), 240),
-        Item("step-full-fp8", "the same in 8-bit floats", step("full", "train.fp8=delayed"), 240),
-        Item("ops-fp8", "F, B, W of a layer in 8-bit floats",
-             bench("ops", MODEL, "train.fp8=delayed", more=repeats), 240),
+        Item("correct", "F, B and W in bfloat16 and fp8 beside float32", bench("correct"), 300),
+        Item("ops", "F, B, W of a layer, head, update", bench("ops")),
+        Item("step-selective", "a step on one GPU", bench("train", selective)),
+        Item("step-full", "a step that recomputes all", bench("train", "train.remat=full")),
+        Item("step-none", "a step that stores everything", bench("train", "train.remat=none")),
+        Item("step-selective-fp8", "the same in fp8", bench("train", selective, fp8)),
+        Item("step-full-fp8", "the same in fp8", bench("train", "train.remat=full", fp8)),
+        Item("ops-fp8", "F, B, W of a layer in fp8", bench("ops", fp8)),
         Item("two-ranks", "two pipeline ranks, where there are two GPUs",
-             step("selective", *two), 240),
+             bench("train", selective, *two)),
         Item("experts", "a layer of 128 experts",
-             bench("ops", EXPERTS, *_LAYER, *_ONE, more=("--layers", "1", *repeats)), 240),
+             bench("ops", *_LAYER, *_ONE, "--layers", "1", config=EXPERTS)),
         Item("packed", "rows of documents",
-             step("selective", "data.packing=best_fit"), 240),
-        Item("long", "attention over 32,768 tokens",
-             bench("ops", MODEL, *long, more=("--layers", "1", *repeats)), 240),
+             bench("train", selective, "data.packing=best_fit")),
+        Item("long", "attention over 32,768 tokens", bench("ops", *long, "--layers", "1")),
         Item("tests", "the tests that need a GPU",
              ("pytest", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"), 300,
              writes=False),

@@ -64,7 +64,7 @@ def provenance(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def write_json(result: dict[str, Any], path: Path | None) -> None:
+def write_json(result: Any, path: Path | None) -> None:
     """Write the results as JSON if `path` is given."""
     if path:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")

@@ -6,7 +6,7 @@ import platform
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any, Self
@@ -16,8 +16,9 @@ _TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # /proc's t
 # steps, and faulting them in again takes up to a fifth of a step, which consecutive steps of a
 # training run do not pay. Huge pages make address translation cheaper in a virtual machine.
 _MEMORY = ("mmap_max=0", "trim_threshold=17179869184", "arena_max=1", "hugetlb=1")
-_ONE_THREAD = {name: "1" for name in ("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-_TUNED = {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in _MEMORY)}
+_ENVIRONMENT = dict.fromkeys(("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1") | {
+    "GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in _MEMORY)
+}
 
 
 class BenchError(RuntimeError):
@@ -27,20 +28,20 @@ class BenchError(RuntimeError):
 class ProcessGroup:
     """The processes of one program, pinned to cores round-robin; leaving the context kills them.
 
+    Freed memory stays with the processes until `rest`.
+
     Args:
         name: for errors.
         program: command line; each process gets one more argument, a JSON object with `rank`,
             `size` and `port`.
         size: number of processes.
-        measures_memory: let the processes return freed memory as usual; by default they keep it
-            until `rest`.
     """
 
-    def __init__(
-        self, name: str, program: Sequence[str], size: int, *, measures_memory: bool = False
-    ):
+    def __init__(self, name: str, program: Sequence[str], size: int):
         self.name, self._rests = name, True
-        port = _free_port()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         cores = sorted(os.sched_getaffinity(0))
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
         self._processes = [
@@ -50,13 +51,13 @@ class ProcessGroup:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 text=True,
-                env=os.environ | _ONE_THREAD | ({} if measures_memory else _TUNED),
+                env=os.environ | _ENVIRONMENT,
             )
             for rank in range(size)
         ]
         for rank, process in enumerate(self._processes):  # before threads start
             os.sched_setaffinity(process.pid, {cores[rank % len(cores)]})
-        self.versions = self._answers()
+        self.version = self._answers()[0]["ready"]
 
     def ask(self, do: str, **command: Any) -> list[dict[str, Any]]:
         """Send one command to all processes and return their answers by rank.
@@ -71,6 +72,11 @@ class ProcessGroup:
             except OSError as error:
                 raise BenchError(f"a process of {self.name} is gone ({error}).") from error
         return self._answers()
+
+    def step_seconds(self, name: str, **how: Any) -> float:
+        """Run a step; return its seconds, from the first rank's begin to the last rank's end."""
+        answers = self.ask("step", name=name, **how)
+        return max(a["end"] for a in answers) - min(a["begin"] for a in answers)
 
     def rest(self) -> None:
         """Return freed memory to the system if a command was sent since the last `rest`."""
@@ -88,12 +94,9 @@ class ProcessGroup:
 
     def _counts(self) -> list[tuple[int, int, int]]:
         """Return minor page faults, user ticks and system ticks of each process."""
-        counts = []
-        for process in self._processes:
-            with open(f"/proc/{process.pid}/stat") as file:
-                fields = file.read().rpartition(")")[2].split()
-            counts.append((int(fields[7]), int(fields[11]), int(fields[12])))
-        return counts
+        stats = (Path(f"/proc/{process.pid}/stat").read_text() for process in self._processes)
+        fields = (stat.rpartition(")")[2].split() for stat in stats)
+        return [(int(each[7]), int(each[11]), int(each[12])) for each in fields]
 
     def __enter__(self) -> Self:
         return self
@@ -108,25 +111,9 @@ class ProcessGroup:
         lines = [process.stdout.readline() for process in self._processes]
         if not all(lines):
             self._errors.seek(0)
-            last = (self._errors.read().strip().splitlines() or ["it said nothing"])[-1]
+            last = (self._errors.read().strip().splitlines() or ["it printed nothing"])[-1]
             raise BenchError(f"a process of {self.name} ended before it answered: {last}")
         return [json.loads(line) for line in lines]
-
-
-def framework_versions(groups: Iterable[ProcessGroup]) -> dict[str, str]:
-    """Return the versions of jax and torch that groups named after their program have."""
-    versions = {group.name: group.versions[0]["ready"] for group in groups}
-    return {"jax" if name == "jaxpipe" else name: version for name, version in versions.items()}
-
-
-def step_seconds(answers: list[dict[str, Any]]) -> float:
-    """Return the seconds of a step, from the first rank's begin to the last rank's end."""
-    return max(a["end"] for a in answers) - min(a["begin"] for a in answers)
-
-
-def step_losses(answers: list[dict[str, Any]], name: str) -> list[float]:
-    """Return the losses from the rank that computes them; on other ranks they are 0."""
-    return max(a[name] for a in answers)
 
 
 def processor_name() -> str:
@@ -135,12 +122,6 @@ def processor_name() -> str:
     lines = info.read_text().splitlines() if info.is_file() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def machine_busy_seconds() -> float:

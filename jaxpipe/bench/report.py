@@ -18,23 +18,32 @@ from collections.abc import Callable
 from datetime import date
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
 from jaxpipe.bench.items import Item, list_items
 from jaxpipe.bench.options import check_out, markdown_table
 from jaxpipe.bench.processes import BenchError, processor_name
-from jaxpipe.bench.published import PublishedSpeed, published_speeds
 from jaxpipe.config import ConfigError
 
-_KEPT = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "numpy", "tokamax")
-_NVIDIA = "nvidia-"  # prefix: all such packages are listed
+_LISTED = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "numpy", "tokamax")
 _COLUMNS = (
     "what", "precision", "remat", "tokens/s a GPU", "TFLOP/s a GPU", "MFU", "peak GiB", "source",
 )  # fmt: skip
+_H100S = "Llama-3 8B on 8 H100s"
+_PUBLISHED = (  # dense models of 7 to 8 billion parameters; FLOPs without recomputation
+    (f"torchtitan, {_H100S}", "bf16", "", "6,667", "", "33.0%", "",
+     "benchmarks/llama3_h100_202412, which says 33 to 39 % MFU"),
+    (f"torchtitan, {_H100S}", "fp8", "", "8,532", "", "", "", "the same"),
+    ("torchtitan, Llama-3 8B on H200s", "fp8", "", "10,938", "", "", "", "its benchmarks"),
+    (f"Megatron-Bridge 25.11, {_H100S}", "fp8", "", "14,451", "744", "", "",
+     "docs/performance-summary-archive.md"),
+    ("swiss-ai Megatron, 8B", "bf16", "", "", "413", "42.0%", "",
+     "its repository, which says 413 to 430 TFLOP/s"),
+    ("KempnerForge, 7B on one H200", "bf16", "full", "", "", "57.8%", "", "its repository"),
+)  # fmt: skip
 _ERROR = re.compile(r"([\w.]*(Error|Exception)|error): ")
-_OF_ITEMS = ("item", "seconds", "result")
 
 
 class ItemOutcome(msgspec.Struct):
@@ -131,39 +140,37 @@ def _measure(item: Item, result: ReportResult, write: Callable[[], None]) -> Non
     begin = time.monotonic()
     outcome = result.items[item.name] = ItemOutcome(" ".join(["python -m", *item.words]), 0.0)
     outcome.error = "cut off"
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
         out = Path(folder) / "found.json"
-        words = [*item.words, *(("--out", str(out)) if item.writes else ())]
-        with (Path(folder) / "said").open("w+") as said:
-            process = subprocess.Popen(
-                [sys.executable, "-m", *words],
-                stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-            try:
-                code = process.wait(timeout=item.limit)
-                outcome.error = "" if code == 0 else f"exit {code}: {_last_line(said)}"
-            except subprocess.TimeoutExpired:
-                outcome.error = f"ended after its limit of {item.limit} s"
-            finally:
-                outcome.seconds = round(time.monotonic() - begin, 1)
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-            if out.is_file():
-                outcome.found = msgspec.json.decode(out.read_bytes())
-            elif not item.writes:
-                outcome.found = {"said": _last_line(said)}
+        process = subprocess.Popen(
+            [sys.executable, "-m", *item.words, *(("--out", str(out)) if item.writes else ())],
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(timeout=item.limit)
+            outcome.error = "" if code == 0 else f"exit {code}: {_last_line(output)}"
+        except subprocess.TimeoutExpired:
+            outcome.error = f"ended after its limit of {item.limit} s"
+        finally:
+            outcome.seconds = round(time.monotonic() - begin, 1)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if out.is_file():
+            outcome.found = msgspec.json.decode(out.read_bytes())
+        elif not item.writes:
+            outcome.found = {"said": _last_line(output)}
     result.running = ""
     write()
     print(f"{item.name}: {outcome.error or 'done'}, {outcome.seconds:.0f} s", flush=True)
 
 
-def _last_line(said: Any) -> str:
+def _last_line(output: TextIO) -> str:
     """Return the last error line of a process's output, or else its last line."""
-    said.seek(0)
-    every = [line.strip() for line in said if line.strip()] or ["it said nothing"]
-    errors = [line for line in every if _ERROR.match(line)]
-    return (errors or every)[-1][:300]
+    output.seek(0)
+    lines = [line.strip() for line in output if line.strip()] or ["it printed nothing"]
+    errors = [line for line in lines if _ERROR.match(line)]
+    return (errors or lines)[-1][:300]
 
 
 def _machine(*, cpu: bool) -> str:
@@ -183,18 +190,17 @@ def _machine(*, cpu: bool) -> str:
 
 def _versions() -> dict[str, str]:
     versions = {dist.name: dist.version for dist in distributions() if dist.name}
-    listed = {n: v for n, v in sorted(versions.items()) if n in _KEPT or n.startswith(_NVIDIA)}
+    listed = {n: v for n, v in sorted(versions.items()) if n in _LISTED or n.startswith("nvidia-")}
     return {"Python": sys.version.split()[0], **listed}
 
 
 def table(result: ReportResult) -> str:
     """Return Markdown: steps together with published figures, then the outcome of every item."""
     steps = [
-        _step(name, outcome.found)
+        _step_cells(name, outcome.found)
         for name, outcome in result.items.items()
         if outcome.found and "step_seconds" in outcome.found
     ]
-    rows = [row.cells() for row in (*steps, *published_speeds())]
     every = [
         [name, f"{outcome.seconds:,.0f}", outcome.error or _summarise(outcome.found or {})]
         for name, outcome in result.items.items()
@@ -202,24 +208,21 @@ def table(result: ReportResult) -> str:
     jax = ", ".join(f"{k} {v}" for k, v in result.versions.items() if k in ("Python", "jax"))
     parts = [
         f"{result.date}, {result.machine}; {jax}. `{result.command}`",
-        markdown_table(_COLUMNS, rows),
-        markdown_table(_OF_ITEMS, every) if every else "",
+        markdown_table(_COLUMNS, [*steps, *_PUBLISHED]),
+        markdown_table(("item", "seconds", "result"), every) if every else "",
         f"Cut off in `{result.running}`." if result.running else "",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _step(name: str, figures: dict[str, Any]) -> PublishedSpeed:
-    return PublishedSpeed(
-        what=f"here: {name}",
-        precision=figures["precision"],
-        remat=figures["remat"],
-        tokens=figures["tokens_per_second_per_device"],
-        tflops=figures["flops_per_second_per_device"] / 1e12,
-        mfu=figures["mfu"],
-        memory=figures["peak_memory_bytes"] and figures["peak_memory_bytes"] / 2**30,
-        source="this report",
-    )
+def _step_cells(name: str, figures: dict[str, Any]) -> tuple[str, ...]:
+    memory, mfu = figures["peak_memory_bytes"], figures["mfu"]
+    return (
+        f"here: {name}", figures["precision"], figures["remat"],
+        f"{figures['tokens_per_second_per_device']:,.0f}",
+        f"{figures['flops_per_second_per_device'] / 1e12:,.3g}",
+        f"{mfu:.1%}" if mfu else "", f"{memory / 2**30:.1f}" if memory else "", "this report",
+    )  # fmt: skip
 
 
 def _summarise(figures: dict[str, Any]) -> str:

@@ -1,180 +1,97 @@
-"""Results of `bench step`: the JSON file, and the tables that follow from it."""
+"""Results of `bench step`: what is measured of a step, and the table that follows from it."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 import msgspec
 
 from jaxpipe.bench.options import markdown_table
-from jaxpipe.bench.variants import PP, VARIANTS
-
-
-class PeakMemory(msgspec.Struct):
-    """Memory of the rank with the largest peak, in bytes: peak in a step, and before the step."""
-
-    peak: int
-    before: int
-
-
-class StepMeasurements(msgspec.Struct):
-    """Measurements at one number of microbatches.
-
-    Names of steps are "jaxpipe single", "torch Schedule1F1B" and so on; `predicted` has the name of
-    the schedule alone. Disturbed steps are missing.
-
-    Attributes:
-        microbatches: in a step.
-        rounds: for each round, seconds of a step by name.
-        predicted: for each round, the simulator's seconds, from ops timed before and after a step.
-        tried: attempts, disturbed ones included.
-        losses: of the first two steps.
-        compile: seconds of the compiler.
-        memory: of the rank with the largest peak.
-        busy: for each round, CPU seconds of all processes of a step.
-    """
-
-    microbatches: int
-    rounds: list[dict[str, float]]
-    predicted: list[dict[str, float]]
-    tried: dict[str, int]
-    losses: dict[str, list[float]]
-    compile: dict[str, float]
-    memory: dict[str, PeakMemory]
-    busy: list[dict[str, float]] = []
-
-    def variants(self) -> list[str]:
-        """Return the names of jaxpipe's schedules, in the order of measurement."""
-        return [v for name in self.tried if (v := name.removeprefix("jaxpipe ")) in VARIANTS]
-
-    def seconds(self, name: str) -> list[float]:
-        """Return the seconds of all undisturbed steps of that name."""
-        return [seconds[name] for seconds in self.rounds if name in seconds]
-
-    def efficiency(self, of: str, name: str) -> list[float]:
-        """Return, for each round, half of the single-device step time over that step's time.
-
-        Args:
-            of: framework, "jaxpipe" or "torch".
-            name: of the step, without the framework.
-        """
-        single = f"{of} single"
-        return [
-            seconds[single] / PP / seconds[f"{of} {name}"]
-            for seconds in self.rounds
-            if single in seconds and f"{of} {name}" in seconds
-        ]
-
-    def bubble(self, name: str) -> list[float]:
-        """Return, for each round, the share of both cores' time in which the ranks were idle."""
-        return [
-            1 - used[name] / PP / seconds[name]
-            for seconds, used in zip(self.rounds, self.busy)
-            if name in seconds
-        ]
-
-    def predicted_efficiency(self, variant: str) -> list[float]:
-        """Return, for each round, `efficiency` with the simulator's step time."""
-        return [
-            seconds["jaxpipe single"] / PP / said[variant]
-            for seconds, said in zip(self.rounds, self.predicted)
-            if "jaxpipe single" in seconds and variant in said
-        ]
-
-    def promise_kept(self, variant: str) -> list[float]:
-        """Return, for each round, the simulator's step time over the measured step time."""
-        return [
-            said[variant] / seconds[f"jaxpipe {variant}"]
-            for seconds, said in zip(self.rounds, self.predicted)
-            if f"jaxpipe {variant}" in seconds and variant in said
-        ]
-
-
-class StepResult(msgspec.Struct):
-    """One run of `bench step`.
-
-    Attributes:
-        date: of the run, ISO format.
-        command: that repeats the run.
-        versions: of Python and the frameworks.
-        machine: processor and cores.
-        tokens: in a microbatch.
-        ops: every measurement of the ops: the fields of `OpSeconds`, and `update`.
-        steps: by number of microbatches.
-    """
-
-    date: str
-    command: str
-    versions: dict[str, str]
-    machine: str
-    tokens: int
-    ops: list[dict[str, object]]
-    steps: list[StepMeasurements]
-
-    @classmethod
-    def read(cls, path: Path) -> "StepResult":
-        """Read a file that `write` wrote."""
-        return msgspec.json.decode(path.read_bytes(), type=cls)
-
-    def write(self, path: Path) -> None:
-        """Write the result as JSON."""
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
-
-    def variants(self) -> list[str]:
-        """Return the names of jaxpipe's schedules, in the order of measurement."""
-        return list(dict.fromkeys(name for steps in self.steps for name in steps.variants()))
-
+from jaxpipe.bench.variants import PP, peer_of
 
 _COLUMNS = (
     "schedule", "M", "step, s", "tokens/s", "efficiency", "predicted", "predicted / measured",
-    "bubble", "memory, MiB", "compiled in, s",
-    "PyTorch's step, s", "its efficiency", "its bubble", "its memory, MiB",
+    "bubble", "compiled in, s", "PyTorch's step, s", "its efficiency", "its bubble",
 )  # fmt: skip
 
 
-def table(result: StepResult, *, spread: bool = True) -> str:
-    """Return a Markdown table of medians over rounds; `spread` adds minimum and maximum."""
+class MeasuredStep(msgspec.Struct):
+    """Measurements of one step; rounds in which every attempt was disturbed are missing.
+
+    Attributes:
+        framework: "jaxpipe" or "torch".
+        name: "single", "data parallel", or a schedule of the framework.
+        microbatches: of the step.
+        losses: of the first two steps.
+        compile: seconds of the compiler; None: there is none.
+        seconds: of the step, by round.
+        busy: CPU seconds of all its processes, by round.
+        predicted: the simulator's seconds, by round.
+    """
+
+    framework: str
+    name: str
+    microbatches: int
+    losses: list[float] = []
+    compile: float | None = None
+    seconds: dict[int, float] = {}
+    busy: dict[int, float] = {}
+    predicted: dict[int, float] = {}
+
+    @property
+    def label(self) -> str:
+        """Framework and name."""
+        return f"{self.framework} {self.name}"
+
+    def bubble(self) -> list[float]:
+        """Return, for each round, the share of both cores' time in which the ranks were idle."""
+        return [1 - used / PP for used in ratios(self.busy, self.seconds)]
+
+
+def ratios(over: Mapping[int, float], under: Mapping[int, float]) -> list[float]:
+    """Return the ratio in each round that has both."""
+    return [value / under[number] for number, value in over.items() if number in under]
+
+
+def table(steps: Sequence[MeasuredStep], tokens: int) -> str:
+    """Return a Markdown table of medians over rounds, with minimum and maximum.
+
+    Args:
+        steps: measured.
+        tokens: in a microbatch.
+    """
+    known = {(step.microbatches, step.label): step for step in steps}
     rows = []
-    for steps in result.steps:
-        for name in ("single", "data parallel", *result.variants()):
-            if steps.seconds(f"jaxpipe {name}"):
-                cells = _jaxpipe_row(steps, name, steps.microbatches * result.tokens)
-                cells += _peer_row(steps, VARIANTS[name].peer if name in VARIANTS else name)
-                shown = [cell if spread else cell.partition(" (")[0] for cell in cells]
-                rows.append([name, str(steps.microbatches), *shown])
+    for step in steps:
+        if step.framework == "jaxpipe" and step.seconds:
+            peer = known.get((step.microbatches, f"torch {peer_of(step.name) or step.name}"))
+            compiled = "" if step.compile is None else f"{step.compile:.1f}"
+            rate = step.microbatches * tokens / median(step.seconds.values())
+            seconds, efficiency, bubble = _timed(step, known)
+            rows.append([
+                step.name, str(step.microbatches), seconds, f"{rate:,.0f}", efficiency,
+                _spread(_efficiency(step.predicted, known[step.microbatches, "jaxpipe single"])),
+                _spread(ratios(step.predicted, step.seconds)), bubble, compiled,
+                *(_timed(peer, known) if peer else [""] * 3),
+            ])  # fmt: skip
     return markdown_table(_COLUMNS, rows)
 
 
-def _jaxpipe_row(steps: StepMeasurements, name: str, tokens: int) -> list[str]:
-    seconds = steps.seconds(f"jaxpipe {name}")
-    compiled = steps.compile.get(f"jaxpipe {name}")
-    return [
-        _spread(seconds, 2),
-        f"{tokens / median(seconds):,.0f}",
-        "" if name == "single" else _spread(steps.efficiency("jaxpipe", name), 3),
-        _spread(steps.predicted_efficiency(name), 3),
-        _spread(steps.promise_kept(name), 3),
-        "" if name == "single" else _spread(steps.bubble(f"jaxpipe {name}"), 3),
-        _mebibytes(steps.memory.get(f"jaxpipe {name}")),
-        "" if compiled is None else f"{compiled:.1f}",
-    ]
+def _timed(step: MeasuredStep, known: Mapping[tuple[int, str], MeasuredStep]) -> list[str]:
+    """Return the cells of a step's seconds, efficiency and bubble."""
+    seconds = _spread(step.seconds.values(), 2)
+    if step.name == "single":
+        return [seconds, "", ""]
+    single = known[step.microbatches, f"{step.framework} single"]
+    return [seconds, _spread(_efficiency(step.seconds, single)), _spread(step.bubble())]
 
 
-def _peer_row(steps: StepMeasurements, peer: str) -> list[str]:
-    seconds = steps.seconds(f"torch {peer}")
-    memory = _mebibytes(steps.memory.get(f"torch {peer}"))
-    if peer == "single":
-        return [_spread(seconds, 2), "", "", memory]
-    efficiency, bubble = steps.efficiency("torch", peer), steps.bubble(f"torch {peer}")
-    return [_spread(seconds, 2), _spread(efficiency, 3), _spread(bubble, 3), memory]
+def _efficiency(seconds: Mapping[int, float], single: MeasuredStep) -> list[float]:
+    """Return, for each round, half of the single-device step time over these seconds."""
+    return [ratio / PP for ratio in ratios(single.seconds, seconds)]
 
 
-def _spread(values: Sequence[float], digits: int) -> str:
+def _spread(values: Sequence[float], digits: int = 3) -> str:
     if not values:
         return ""
     low, middle, high = (f"{f(values):.{digits}f}" for f in (min, median, max))
     return f"{middle} ({low}-{high})"
-
-
-def _mebibytes(peak: PeakMemory | None) -> str:
-    return "" if peak is None else f"{peak.peak / 2**20:,.0f}"

@@ -10,10 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-_PROCESS = Path("/proc/self")
 
 
 class StepWorker:
@@ -38,17 +35,14 @@ class StepWorker:
 
     def drop(self, name: str) -> dict[str, Any]:
         """Delete a step and its state."""
-        self.steps.pop(name, None)
+        del self.steps[name]
         return {}
 
     def rest(self) -> dict[str, Any]:
-        """Return freed memory to the system."""
-        return_memory()
+        """Return freed memory to the system if the C library has `malloc_trim`."""
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)
         return {}
-
-    def peak(self, name: str) -> dict[str, Any]:
-        """Return the process's resident bytes: peak during a step, and before the step."""
-        return measure_peak(lambda: self.step(name))
 
 
 def serve(start: Callable[..., StepWorker], version: str) -> None:
@@ -67,27 +61,3 @@ def serve(start: Callable[..., StepWorker], version: str) -> None:
         command = json.loads(line)
         reply = getattr(worker, command.pop("do"))(**command)
         print(json.dumps(reply), file=answers, flush=True)
-
-
-def measure_peak(run: Callable[[], Any]) -> dict[str, int]:
-    """Return resident memory (RSS) in bytes, as `peak` during the call and as `before` it.
-
-    Freed blocks are returned to the system first.
-    """
-    return_memory()
-    (_PROCESS / "clear_refs").write_text("5")  # resets the peak, VmHWM
-    before = _read_bytes("VmRSS")
-    run()
-    return {"before": before, "peak": _read_bytes("VmHWM")}
-
-
-def return_memory() -> None:
-    """Return freed blocks to the system if the C library has `malloc_trim`."""
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
-
-
-def _read_bytes(name: str) -> int:
-    lines = (_PROCESS / "status").read_text().splitlines()
-    (entry,) = (line for line in lines if line.startswith(f"{name}:"))
-    return 1024 * int(entry.split()[1])

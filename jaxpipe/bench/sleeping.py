@@ -5,7 +5,7 @@ runs it once; `"step"` runs it, and with `"asleep": false` runs it without sleep
 """
 
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,6 +23,9 @@ from jaxpipe.schedule import Costs, Lockstep, Schedule, build, find_family, fuse
 from jaxpipe.schedule.scan import optimize_pace
 
 Tree = Any
+# A message takes no tick of its own. A permute on CPUs waits for the rank's neighbours, and a
+# tick's two permutes run one after the other: within a few percent a barrier of all ranks.
+_ON_CPUS = Lockstep(pairs=False, synchronizes_all=True)
 
 
 @dataclass(frozen=True)
@@ -55,27 +58,15 @@ class SleepingStep:
         """Seconds of F, B and W on one rank, over all steps."""
         return self.steps * self.microbatches * (self.F + self.B + self.W)
 
-    @property
-    def _in_every_tick(self) -> Lockstep:
-        """Lockstep on CPUs, where a message takes no tick of its own.
-
-        A permute on CPUs waits for the rank's neighbours, and a tick's two permutes run one after
-        the other. Within a few percent that takes as long as a barrier of all ranks.
-        """
-        return Lockstep(in_flight=self.in_flight, pairs=False, synchronizes_all=True)
-
     @cached_property
     def lockstep(self) -> Lockstep:
         """Lockstep with phased permutes if possible and shorter: a rank waits for one neighbour."""
+        unphased = replace(_ON_CPUS, in_flight=self.in_flight)
         if self.steps > 1:
-            return self._in_every_tick
-        paced = optimize_pace(
-            self.schedule,
-            self.costs,
-            replace(self._in_every_tick, synchronizes_all=False),
-            turns=True,
-        )
-        return paced if paced.turns > 1 else self._in_every_tick
+            return unphased
+        free = replace(unphased, synchronizes_all=False)
+        phased = optimize_pace(self.schedule, self.costs, free, turns=True)
+        return phased if phased.turns > 1 else unphased
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -84,7 +75,7 @@ class SleepingStep:
         ops = Costs(F=self.F, B=self.B, W=self.W)
         how: dict[str, Any] = {}
         if find_family(self.family).is_searched:
-            how = {"costs": ops, "lockstep": replace(self._in_every_tick, in_flight=None)}
+            how = {"costs": ops, "lockstep": _ON_CPUS}
         one = build(self.family, **sizes, **how, **self.options)
         return one if self.steps == 1 else fuse_steps(one, self.steps)
 
@@ -93,10 +84,6 @@ class SleepingStep:
         """Seconds of a stage's ops."""
         part = self.ranks / self.schedule.stages
         return Costs(F=self.F * part, B=self.B * part, W=self.W * part)
-
-    def as_words(self) -> dict[str, Any]:
-        """Return the fields as plain values, for the command to a process."""
-        return asdict(self)
 
 
 class SleepWorker(StepWorker):
@@ -115,11 +102,9 @@ class SleepWorker(StepWorker):
         layers = [{"w": np.ones((1, 1), np.float32)}] * todo.schedule.stages
         stacked = pipeline.layout(0).stack(layers)
         params = {"embed_head": {"scale": np.ones((1, 1), np.float32)}, "layers": stacked}
-        batch = {"inputs": np.ones((todo.schedule.microbatches, 1, 1), np.float32)}
-        params = jax.tree.map(_put_replicated, params, pipeline.sharding.named_shardings(params))
-        batch = jax.tree.map(
-            lambda leaf: _put_replicated(leaf, NamedSharding(mesh, batch_spec())), batch
-        )
+        params = jax.tree.map(_put, params, pipeline.sharding.named_shardings(params))
+        inputs = np.ones((todo.schedule.microbatches, 1, 1), np.float32)
+        batch = {"inputs": _put(inputs, NamedSharding(mesh, batch_spec()))}
         step = pipeline.step if todo.steps == 1 else partial(_run_with_updates, pipeline)
         compiled = jax.jit(step).lower(params, batch).compile()
 
@@ -173,9 +158,9 @@ def _run_with_updates(pipeline: Pipeline, params: Tree, batch: Tree) -> Tree:
     return pipeline.run_updates(params, (), batch, update)
 
 
-def _put_replicated(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    whole = np.asarray(leaf)
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    full = np.asarray(leaf)
+    return jax.make_array_from_callback(full.shape, sharding, lambda index: full[index])
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ import argparse
 from statistics import median
 from typing import Any
 
+import jax
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from jaxpipe.bench import options
+from jaxpipe.bench.worker import BenchWorker
 from jaxpipe.config import Config
+from jaxpipe.runtime.devices import memory_peak, peak_flops
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,28 +30,18 @@ def run(arguments: argparse.Namespace) -> None:
     options.check_positive(steps=arguments.steps)
     config = options.load_for_devices(arguments)
     result = options.provenance(arguments) | measure(config, arguments.steps)
-    table = Table("figure", "value")
-    for name, value in result.items():
-        shown = (
-            ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-        )
-        table.add_row(name, f"{shown:,.4g}" if isinstance(shown, float) else str(shown))
-    Console(highlight=False).print(table)
+    shown = [(n, f"{v:,.4g}" if isinstance(v, float) else str(v)) for n, v in result.items()]
+    print(options.markdown_table(("figure", "value"), shown))
     options.write_json(result, arguments.out)
 
 
 def measure(config: Config, steps: int) -> dict[str, Any]:
     """Train `steps` steps after two of warm-up; return the figures that are printed, by name."""
-    import jax
-
-    from jaxpipe.bench.processes import step_seconds
-    from jaxpipe.bench.worker import BenchWorker
-    from jaxpipe.runtime.devices import memory_peak, peak_flops
-
     train, devices = config.train, config.parallel.devices
     worker = BenchWorker()
     built = worker.build("step", "trained", msgspec.to_builtins(config))
-    seconds = [step_seconds([worker.step("step")]) for _ in range(steps)]
+    timed = [worker.step("step") for _ in range(steps)]
+    seconds = [one["end"] - one["begin"] for one in timed]
     rate = config.tokens_per_step / median(seconds) / devices
     kind = jax.devices()[0].device_kind
     peak = peak_flops(kind)

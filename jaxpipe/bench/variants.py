@@ -1,89 +1,69 @@
-"""Competitors of `bench step`: jaxpipe's schedules and PyTorch's of the same family."""
+"""Configurations that `bench step` compares, and PyTorch's schedules of the same families."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
-from jaxpipe.config import Config, RuntimeConfig
+from jaxpipe.config import Config, ConfigError, RuntimeConfig
 from jaxpipe.planning import Devices, OpSeconds, estimate, resolve
+from jaxpipe.schedule import find_family
 
 PP = 2  # pipeline ranks
 CPUS = Devices("cpu", memory=None)
-_ALONE = {"dp": 1, "cp": 1, "slices": 1, "tp": 1}  # pipeline parallelism only
-
-
-@dataclass(frozen=True)
-class MeasuredVariant:
-    """A schedule to measure.
-
-    Attributes:
-        peer: PyTorch's schedule class of the same family.
-        parallel: keys of `[parallel]`.
-    """
-
-    peer: str
-    parallel: dict[str, Any] = field(default_factory=dict)
-
-    def config(self, config: Config, microbatches: int, costs: Path | None = None) -> Config:
-        """Return the configuration with this schedule on two ranks.
-
-        Args:
-            config: of the run.
-            microbatches: of a step.
-            costs: file of measured op seconds, for searched schedules.
-        """
-        parallel = msgspec.structs.replace(
-            config.parallel, pp=PP, **_ALONE, objective="scan", transfer_ticks=1,
-            costs=str(costs or ""), **self.parallel,
-        )  # fmt: skip
-        return _with_parallel(config, microbatches, parallel)
-
-
-_INTERLEAVED = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
-_SHARED = {"vocab_parallel_pp": True}
-VARIANTS = {
-    "gpipe": MeasuredVariant("ScheduleGPipe", {"schedule": "gpipe"}),
-    "1f1b": MeasuredVariant("Schedule1F1B", {"schedule": "1f1b"}),
-    "1f1b:in_flight=3": MeasuredVariant("Schedule1F1B", {"schedule": "1f1b", "in_flight": 3}),
-    "interleaved_1f1b:v=2": MeasuredVariant("ScheduleInterleaved1F1B", _INTERLEAVED),
-    "interleaved_1f1b:v=2,in_flight=5": MeasuredVariant(
-        "ScheduleInterleaved1F1B", {**_INTERLEAVED, "in_flight": 5}
-    ),
-    "zb_h1": MeasuredVariant("ScheduleInterleavedZeroBubble", {"schedule": "zb_h1"}),
-    "zbv": MeasuredVariant("ScheduleZBVZeroBubble", {"schedule": "zbv"}),
-    "dualpipe": MeasuredVariant("ScheduleDualPipeV", {"schedule": "dualpipe"}),
-    "dualpipev": MeasuredVariant("ScheduleDualPipeV", {"schedule": "dualpipev"}),
-    "1f1b:in_flight=4,vocab_parallel": MeasuredVariant(
-        "Schedule1F1B", {"schedule": "1f1b", "in_flight": 4, **_SHARED}
-    ),
-    "interleaved_1f1b:v=2,in_flight=6,vocab_parallel": MeasuredVariant(
-        "ScheduleInterleaved1F1B", {**_INTERLEAVED, "in_flight": 6, **_SHARED}
-    ),
-    "interleaved_1f1b:v=4,in_flight=10,vocab_parallel": MeasuredVariant(
-        "ScheduleInterleaved1F1B", {**_INTERLEAVED, "virtual_stages": 4, "in_flight": 10, **_SHARED}
-    ),
-    "zbv:vocab_parallel": MeasuredVariant("ScheduleZBVZeroBubble", {"schedule": "zbv", **_SHARED}),
-}
 DEFAULT = (
     "gpipe", "1f1b:in_flight=3", "interleaved_1f1b:v=2,in_flight=5", "zb_h1", "zbv", "dualpipe",
     "dualpipev",
 )  # fmt: skip
+PEERS = {  # by family; ZB-H1's has two stages per rank, DualPipe's is V-shaped
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zb_h1": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipe": "ScheduleDualPipeV",
+    "dualpipev": "ScheduleDualPipeV",
+}
+_KEYS = {"v": "virtual_stages", "in_flight": "in_flight", "vocab_parallel": "vocab_parallel_pp"}
 
 
 def single_config(config: Config, microbatches: int) -> Config:
     """Return the configuration on one device."""
-    parallel = msgspec.structs.replace(config.parallel, pp=1, **_ALONE, schedule="1f1b")
-    return _with_parallel(config, microbatches, parallel)
+    return _with_parallel(config, microbatches, pp=1, schedule="1f1b")
 
 
 def data_parallel_config(config: Config, microbatches: int) -> Config:
     """Return the configuration on two data-parallel replicas with half the microbatches each."""
-    parallel = msgspec.structs.replace(
-        config.parallel, pp=1, **_ALONE | {"dp": PP}, schedule="1f1b"
-    )
-    return _with_parallel(config, microbatches // PP, parallel)
+    return _with_parallel(config, microbatches // PP, pp=1, dp=PP, schedule="1f1b")
+
+
+def schedule_config(
+    config: Config, name: str, microbatches: int, costs: Path | None = None
+) -> Config:
+    """Return the configuration on two pipeline ranks.
+
+    Args:
+        config: of the run.
+        name: of the schedule, with options: "interleaved_1f1b:v=2,in_flight=5,vocab_parallel".
+        microbatches: of a step.
+        costs: file of measured op seconds, for searched schedules.
+    """
+    family, _, options = name.partition(":")
+    parallel = {}
+    for option in filter(None, options.split(",")):
+        key, _, value = option.partition("=")
+        if key not in _KEYS or not (value or "1").isdigit():
+            raise ConfigError(f"--schedules {name}: write v=N, in_flight=N or vocab_parallel.")
+        parallel[_KEYS[key]] = int(value) if value else True
+    return _with_parallel(
+        config, microbatches, pp=PP, schedule=find_family(family).name, objective="scan",
+        transfer_ticks=1, costs=str(costs or ""), **parallel,
+    )  # fmt: skip
+
+
+def peer_of(name: str) -> str | None:
+    """Return PyTorch's schedule class of the family, if it has one."""
+    return PEERS.get(name.partition(":")[0])
 
 
 def predict_seconds(config: Config, seconds: OpSeconds) -> float:
@@ -91,7 +71,9 @@ def predict_seconds(config: Config, seconds: OpSeconds) -> float:
     return estimate(resolve(config, CPUS), seconds).seconds
 
 
-def _with_parallel(config: Config, microbatches: int, parallel: Any) -> Config:
+def _with_parallel(config: Config, microbatches: int, **parallel: Any) -> Config:
     """Each rank is a process with one device, whichever devices the configuration names."""
-    train = msgspec.structs.replace(config.train, grad_accum_steps=microbatches, batch_tokens=0)
-    return msgspec.structs.replace(config, parallel=parallel, train=train, runtime=RuntimeConfig())
+    only = {"dp": 1, "cp": 1, "slices": 1, "tp": 1} | parallel
+    train = replace(config.train, grad_accum_steps=microbatches, batch_tokens=0)
+    mesh = replace(config.parallel, **only)
+    return replace(config, parallel=mesh, train=train, runtime=RuntimeConfig())

@@ -7,7 +7,6 @@
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -48,9 +47,7 @@ class BenchWorker(StepWorker):
             both losses, seconds of the compiler, and begin and end of the second step.
         """
         trainer = build_trainer(config)
-        step = {"trained": trainer.train_step, "accumulated": compile_accumulated_step(trainer)}[
-            kind
-        ]
+        step = trainer.train_step if kind == "trained" else compile_accumulated_step(trainer)
         state, batch = trainer.init(), trainer.put(random_batch(trainer.config))
         begin = time.monotonic()
         compiled = step.lower(state, batch).compile()
@@ -80,12 +77,10 @@ class BenchWorker(StepWorker):
     def export(self, path: str, config: dict[str, Any]) -> dict[str, Any]:
         """Write the initial parameters and the batch on one device to an npz file, for PyTorch."""
         trainer = build_trainer(config)
-        state, batch = trainer.init(), random_batch(trainer.config)
-        named = {
-            "/".join(str(getattr(key, "key", getattr(key, "idx", None))) for key in where): leaf
-            for where, leaf in jax.tree.leaves_with_path(state.params)
-        }
-        np.savez(Path(path), **named, **batch)
+        params, batch = trainer.init_parameters(), random_batch(trainer.config)
+        leaves = jax.tree.leaves_with_path(params)
+        named = {jax.tree_util.keystr(at, simple=True, separator="/"): leaf for at, leaf in leaves}
+        np.savez(path, **named, **batch)
         return {}
 
 

@@ -4,13 +4,13 @@
 process's share of the state, `extra` its peak memory beyond the memory that it had before.
 """
 
+import ctypes
 import gc
 import json
 import sys
 from pathlib import Path
 
 from jaxpipe import config as configs
-from jaxpipe.bench.serving import measure_peak
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.environment import use_cpu_devices
 
@@ -44,13 +44,29 @@ def main(mode, directory, pp):
             held[0], _ = checkpoints.restore(trainer.state_shapes.parts(), print)
             jax.block_until_ready(held[0])
 
-        found = measure_peak(save if mode == "save" else restore)
+        extra = extra_memory(save if mode == "save" else restore)
         share = sum(s.data.nbytes for leaf in jax.tree.leaves(held) for s in
                     leaf.addressable_shards)  # fmt: skip
-        sys.stdout.write(
-            json.dumps({"share": share, "extra": found["peak"] - found["before"]}) + "\n"
-        )
+        sys.stdout.write(json.dumps({"share": share, "extra": extra}) + "\n")
     processes.finish()
+
+
+def extra_memory(run):
+    """Return the bytes by which resident memory (RSS) peaks during the call.
+
+    Freed blocks are returned to the system first.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, VmHWM
+    before = resident_bytes("VmRSS")
+    run()
+    return resident_bytes("VmHWM") - before
+
+
+def resident_bytes(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (entry,) = (line for line in lines if line.startswith(f"{name}:"))
+    return 1024 * int(entry.split()[1])
 
 
 if __name__ == "__main__":

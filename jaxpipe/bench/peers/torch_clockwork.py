@@ -9,8 +9,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed import pipelining
-from torch_pipeline import RankWorker, connect, list_stages, serve
+from torch_pipeline import RankWorker, connect, pipeline_step, serve
 
 
 class SleepingIdentity(torch.autograd.Function):
@@ -48,27 +47,14 @@ class TorchSleepWorker(RankWorker):
 
     def build(self, name, schedule, work):
         """Prepare a step and run it once."""
-        stages, own = list_stages(schedule, self.rank, self.size)
-        part = self.size / stages
-        pieces = [
-            pipelining.PipelineStage(
-                SleepingStage(*(work[op] * part for op in "FBW")),
-                stage,
-                stages,
-                torch.device("cpu"),
-            )
-            for stage in own
-        ]
-        kind = getattr(pipelining, schedule)
-        runner = kind(
-            pieces if len(pieces) > 1 else pieces[0], work["microbatches"],
-            loss_fn=lambda y, target: y.sum(), scale_grads=False,
+        run, _ = pipeline_step(
+            schedule, self.rank, self.size, work["microbatches"], lambda y, target: y.sum(),
+            lambda _, stages: SleepingStage(*(work[op] * self.size / stages for op in "FBW")),
         )  # fmt: skip
         x = torch.ones(work["microbatches"], 1)
-        arguments, last = (x,) if 0 in own else (), stages - 1 in own
 
         def step():
-            runner.step(*arguments, target=x if last else None, losses=[])
+            run(x, x)
 
         self.steps[name] = step
         return self.step(name)

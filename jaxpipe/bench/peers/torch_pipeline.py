@@ -129,10 +129,10 @@ class TorchWorker(RankWorker):
     def adamw(self, modules):
         """Return PyTorch's fused AdamW, without weight decay of norm gains."""
         o = self.optimizer
-        all_of_them = [p for module in modules for p in module.parameters()]
+        parameters = [p for module in modules for p in module.parameters()]
         groups = [
-            {"params": [p for p in all_of_them if p.dim() > 1], "weight_decay": o["weight_decay"]},
-            {"params": [p for p in all_of_them if p.dim() == 1], "weight_decay": 0.0},
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": o["weight_decay"]},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
         ]
         betas = (o["beta1"], o["beta2"])
         return torch.optim.AdamW(groups, o["lr"], betas, o["eps"], fused=True)
@@ -166,35 +166,46 @@ class TorchWorker(RankWorker):
 
     def pipelined(self, inputs, targets, microbatches, schedule):
         """Return a step of this rank's one or two stages under a schedule of PyTorch."""
-        kind = getattr(pipelining, schedule)
-        stages, own = list_stages(schedule, self.rank, self.size)
-        modules = [TorchStage(self.model, stage, stages, self.values) for stage in own]
-        pieces = [
-            pipelining.PipelineStage(module, stage, stages, torch.device("cpu"))
-            for module, stage in zip(modules, own)
-        ]
-        options = {"loss_fn": self.loss_of(targets.numel()), "scale_grads": False}
-        runner = kind(pieces if len(pieces) > 1 else pieces[0], microbatches, **options)
-        arguments = (inputs,) if 0 in own else ()
-        last = stages - 1 in own
+        run, modules = pipeline_step(
+            schedule, self.rank, self.size, microbatches, self.loss_of(targets.numel()),
+            lambda stage, stages: TorchStage(self.model, stage, stages, self.values),
+        )  # fmt: skip
         optimizer = self.adamw(modules)
 
         def step():
             optimizer.zero_grad(set_to_none=True)
-            losses = []
-            runner.step(*arguments, target=targets if last else None, losses=losses)
+            losses = run(inputs, targets)
             optimizer.step()
             return float(sum(losses))
 
         return step
 
 
-def list_stages(schedule, rank, size):
-    """Return a schedule's number of stages on `size` ranks, and the stages of `rank`."""
-    if schedule in ("ScheduleGPipe", "Schedule1F1B"):
-        return size, [rank]
-    v_shaped = schedule in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-    return 2 * size, [rank, 2 * size - 1 - rank if v_shaped else rank + size]
+def pipeline_step(schedule, rank, size, microbatches, loss_fn, module):
+    """Return `(inputs, targets) -> losses` under a schedule of PyTorch, and the rank's modules.
+
+    `module` is `(stage, stages) -> nn.Module`. Losses are empty but on the rank of the last stage.
+    """
+    stages, own = size, [rank]
+    if schedule not in ("ScheduleGPipe", "Schedule1F1B"):
+        v_shaped = schedule in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+        stages, own = 2 * size, [rank, 2 * size - 1 - rank if v_shaped else rank + size]
+    modules = [module(stage, stages) for stage in own]
+    pieces = [
+        pipelining.PipelineStage(module, stage, stages, torch.device("cpu"))
+        for module, stage in zip(modules, own)
+    ]
+    runner = getattr(pipelining, schedule)(
+        pieces if len(pieces) > 1 else pieces[0], microbatches, loss_fn=loss_fn, scale_grads=False
+    )
+
+    def run(inputs, targets):
+        losses = []
+        target = targets if stages - 1 in own else None
+        runner.step(*((inputs,) if 0 in own else ()), target=target, losses=losses)
+        return losses
+
+    return run, modules
 
 
 def connect(kind, rank, size, port):
