@@ -60,18 +60,18 @@ def least_seconds(facts: ScheduleFacts, costs: Costs) -> float:
     time is at least the mean work of a rank.
     """
     placement, forwards = facts.placement, facts.forwards
-    taken = []
+    seconds = []
     for op in ("F", "B", "W"):
         hidden = getattr(costs.exchange, op) if costs.exchange else (0.0,) * placement.stages
-        taken.append([all_ - part for all_, part in zip(getattr(costs, op), hidden)])
-    work = [sum(ops) for ops in zip(*taken)]
+        seconds.append([all_ - part for all_, part in zip(getattr(costs, op), hidden)])
+    work = [sum(ops) for ops in zip(*seconds)]
     if placement.mirrored_from is not None:
         return forwards * sum(work) / placement.pp
-    f, back = taken[0], [b + w for b, w in zip(*taken[1:])]
+    forward, backward = seconds[0], [b + w for b, w in zip(*seconds[1:])]
     least = 0.0
     for rank in range(placement.pp):
         stages = [stage for stage, of in enumerate(placement.rank_of) if of == rank]
-        ends = sum(f[: min(stages)]) + (0 if facts.is_split else sum(back[: min(stages)]))
+        ends = sum(forward[: min(stages)]) + (0 if facts.is_split else sum(backward[: min(stages)]))
         least = max(least, ends + forwards * sum(work[stage] for stage in stages))
     return least
 
@@ -92,7 +92,7 @@ def least_residuals(config: Config, facts: ScheduleFacts, layout: "StageLayout")
 
 @dataclass(frozen=True)
 class LeastLayout:
-    """No more layer slots than any layout of a mesh has, for `rank_bytes` without tables.
+    """A layout with the fewest layer slots of a mesh, for `rank_bytes` without tables.
 
     Proof that none has fewer: all ranks have the same slots, a slot holds one layer of its kind on
     each rank, and every layer is in a slot; so of n layers of a kind on P ranks a rank has at least

@@ -81,13 +81,13 @@ def _check_memory(config: Config, devices: Devices) -> None:
     devices together can hold with their gradients, 8 bytes each.
     """
     of_all = (devices.count or 0) * (devices.memory or 0)
-    held = host_memory() * started() if devices.on_cpu else of_all
+    available = host_memory() * started() if devices.on_cpu else of_all
     needed = 8 * config.model.parameter_count()
-    if held and needed > held:
+    if available and needed > available:
         raise ConfigError(
             f"model of {config.model.parameter_count():,} parameters: their float32 values and "
             f"gradients alone take {readable_bytes(needed)}, but the devices have "
-            f"{readable_bytes(held)} together; make [model] smaller, or use more devices."
+            f"{readable_bytes(available)} together; make [model] smaller, or use more devices."
         )
 
 

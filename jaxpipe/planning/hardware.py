@@ -102,7 +102,7 @@ def analytic(config: Config, hardware: Hardware) -> OpSeconds:
 
 
 def _rates(config: Config, hardware: Hardware) -> dict[str, Any]:
-    """What measured seconds lack: shares of layers, and the rates of the links of a step."""
+    """The fields that measurements lack: shares of layers, and rates of the links of a step."""
     return {
         "shares": shares_of(config, hardware),
         "network": 1 / hardware.network,
@@ -137,7 +137,7 @@ def shares_of(config: Config, hardware: Hardware) -> tuple[LayerShare, ...]:
 def copies_of(config: Config, hardware: Hardware) -> Copies:
     """Seconds of copies with the host, for the mean of the model's layers.
 
-    F copies out its residuals, B and BW copy all of them back, W those that it reads itself.
+    F copies out its residuals, B and BW copy all of them back, W only those that it reads.
     """
     if not config.train.offload_layers:
         return NO_COPIES

@@ -45,7 +45,7 @@ class Found:
     plan: RunPlan
 
     def estimate(self) -> Estimate:
-        """All that a plan's table says of it."""
+        """The estimate that a plan's table shows."""
         return replace(estimate(self.plan), configured=True)
 
 
@@ -100,8 +100,8 @@ class LayoutSearch:
             if len(result.best) == self.keep and bound > result.best[-1].seconds:
                 break
             result.simulated += 1
-            if (found := self._fastest(scheduled, number, result)) is not None:
-                bisect.insort(result.best, found)
+            if (fastest := self._fastest(scheduled, number, result)) is not None:
+                bisect.insort(result.best, fastest)
                 del result.best[self.keep :]
         return result
 
@@ -115,8 +115,8 @@ class LayoutSearch:
             for scheduled in self.space.schedules(shape)
         )
         for number, scheduled in enumerate(schedules):
-            if (found := self._fastest(scheduled, number, result)) is not None:
-                yield found
+            if (fastest := self._fastest(scheduled, number, result)) is not None:
+                yield fastest
 
     def _bounded(self, result: SearchResult) -> Iterator[tuple[float, int, Config]]:
         """Yield candidates that may fit, with a lower bound on their seconds and their number.

@@ -22,14 +22,14 @@ class ActivationLimit:
     """The activation memory that a pipeline rank may use, and how much of it a microbatch takes.
 
     Attributes:
-      given: `parallel.memory_limit` as it is in the configuration.
+      setting: `parallel.memory_limit` as it is in the configuration.
       unit: bytes that a stage keeps of a microbatch from F to B, the papers' M_B. Stages share
         their ring buffers, so this is the unit of the largest stage.
       memory: what ops allocate and free, in this unit; between B and W they keep M_W / M_B.
       limit: the limit in this unit, or "1p" or "2p" for a number of microbatches.
     """
 
-    given: str | float
+    setting: str | float
     unit: int
     memory: MemoryCosts
     limit: str | float
@@ -40,11 +40,11 @@ class ActivationLimit:
         try:
             yield
         except ScheduleError as error:
-            if self.limit == self.given:
+            if self.limit == self.setting:
                 raise
             raise ScheduleError(
                 f"{str(error).removesuffix('.')}; there 1 is what a stage keeps of a microbatch, "
-                f"{readable_bytes(self.unit)}, and parallel.memory_limit={self.given!r} is "
+                f"{readable_bytes(self.unit)}, and parallel.memory_limit={self.setting!r} is "
                 f"{self.limit:.3g}."
             ) from error
 
@@ -60,13 +60,13 @@ def activation_limit_of(
     for "auto" if the memory is not known or nothing of it is left.
     """
     unit, memory = _memory_of(config, layout)
-    given = config.parallel.memory_limit
-    limit: str | float = given
-    if given == "auto":
-        limit = _left(config, layout, device_memory) / unit
-    elif isinstance(given, str) and given not in LIMITS:
-        limit = _bytes(given) / unit
-    return ActivationLimit(given, unit, memory, limit)
+    setting = config.parallel.memory_limit
+    limit: str | float = setting
+    if setting == "auto":
+        limit = _free_bytes(config, layout, device_memory) / unit
+    elif isinstance(setting, str) and setting not in LIMITS:
+        limit = _bytes(setting) / unit
+    return ActivationLimit(setting, unit, memory, limit)
 
 
 def stage_memory(config: Config, layout: "StageLayout") -> MemoryCosts:
@@ -98,22 +98,22 @@ def _memory_of(config: Config, layout: "StageLayout") -> tuple[int, MemoryCosts]
     return unit, MemoryCosts(F=1.0, B=for_w - 1, W=-for_w, state=memory.state / unit)
 
 
-def _left(config: Config, layout: "StageLayout", device_memory: float | None) -> float:
+def _free_bytes(config: Config, layout: "StageLayout", device_memory: float | None) -> float:
     """Bytes of a device that parameters, gradients, moments, embedding and head leave free."""
     if device_memory is None:
         raise ScheduleError(
             "memory_limit='auto' needs a device whose memory is known, and this one's is not: give "
             "bytes, such as 40GiB."
         )
-    taken = rank_bytes(config, layout, None).total
-    left = device_memory * usable_share() - taken
-    if left <= 0:
+    state = rank_bytes(config, layout, None).total
+    free = device_memory * usable_share() - state
+    if free <= 0:
         raise ScheduleError(
             f"memory_limit='auto' leaves nothing: parameters, gradients, moments and the head take "
-            f"{readable_bytes(taken)} of the {readable_bytes(device_memory)} of a device, of which "
+            f"{readable_bytes(state)} of the {readable_bytes(device_memory)} of a device, of which "
             f"{usable_share():.0%} are used; raise parallel.pp, parallel.tp or parallel.zero_stage."
         )
-    return left
+    return free
 
 
 def _bytes(text: str) -> float:

@@ -46,10 +46,10 @@ def _check_function(config: Config) -> None:
         f"train.z_loss={train.z_loss}": train.z_loss,
         f"model.mtp_depth={config.model.tokens_ahead}": config.model.tokens_ahead,
     }
-    if found := [setting for setting, is_set in excluded.items() if is_set]:
+    if conflicts := [setting for setting, is_set in excluded.items() if is_set]:
         raise ConfigError(
             f"train.loss={train.loss!r} is computed of the log-probabilities of whole rows alone, "
-            f"which excludes {found[0]}: leave it out, or train on cross_entropy."
+            f"which excludes {conflicts[0]}: leave it out, or train on cross_entropy."
         )
     from jaxpipe.planning.objective import objective_of  # needs jax
 

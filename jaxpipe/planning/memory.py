@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes of a device, by what they are for.
+    """Bytes of a device by purpose.
 
     Attributes:
       parameters: values of the rank's layers, and of its shard of embedding and head; both sharded
@@ -66,8 +66,8 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
     mirrored = layout.mirrored
     by_kind, (end, frozen_end) = stored_values(config)
     kinds = [by_kind[kind] for kind in layout.slot_kinds]
-    held, frozen = (StoredValues(*map(sum, zip(*values))) for values in zip(*kinds))
-    sums = held.part if parallel.reshards else held.whole
+    trained, frozen = (StoredValues(*map(sum, zip(*values))) for values in zip(*kinds))
+    sums = trained.part if parallel.reshards else trained.whole
     overlaps = train.fused_steps > 1 and not mirrored
     cast = item != FLOAT32 or overlaps  # parameters that change in a program are copied for ops
     read = end.whole * (cast or end.whole != end.part)
@@ -77,9 +77,9 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
     if parallel.reshards:
         ahead = min(2, max(map(len, layout.chunk_kinds)))  # a layer, and the next, gathered ahead
         read += ahead * max(sum(part.whole for part in kind) for kind in by_kind.values())
-        read += held.part * (cast + mirrored) + frozen.part * mirrored
+        read += trained.part * (cast + mirrored) + frozen.part * mirrored
     else:
-        read += held.whole * ((cast or held.whole != held.part) + mirrored)
+        read += trained.whole * ((cast or trained.whole != trained.part) + mirrored)
         read += frozen.whole * ((frozen.whole != frozen.part) + mirrored)
     logits, matrix = logits_of(config), config.model.d_model * _vocabulary(config)
     activations = host = 0
@@ -87,16 +87,16 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
         rings = _rings(costs, layout, tables, train.offload_layers)
         activations = rings.device + _messages(costs, tables) + tables.slots.head * logits * item
         host = rings.host
-    moments = held.moments + end.moments
+    moments = trained.moments + end.moments
     return RankBytes(
-        parameters=FLOAT32 * (held.part + end.part) + item * (frozen.part + frozen_end.part),
+        parameters=FLOAT32 * (trained.part + end.part) + item * (frozen.part + frozen_end.part),
         optimizer=0 if train.offload_moments else moments,
         gradients=FLOAT32 * (sums * (1 + mirrored) + end.whole + of_layers * end.of_layers),
         copies=item * read,
         activations=activations,
         head=FLOAT32 * (2 * logits + matrix * (train.loss_chunks > 1)),
         host=host + train.offload_moments * moments,
-        kept=overlaps * (held.of_rank + end.of_rank + frozen.of_rank + frozen_end.of_rank),
+        kept=overlaps * (trained.of_rank + end.of_rank + frozen.of_rank + frozen_end.of_rank),
     )
 
 
@@ -115,10 +115,10 @@ def _vocabulary(config: Config) -> int:
 
 def _messages(costs: ModelCosts, tables: Tables) -> int:
     """Bytes of messages that are queued or in transit."""
-    held = tables.slots
+    slots = tables.slots
     both_ways = len(tables.lanes) * (tables.lockstep.transfer_ticks == 2)
-    messages = held.inbox + 1 + 2 + both_ways  # queued; computed last; in transit
-    waits = held.head + held.embed + bool(held.embed)  # for deferred gradients of embed_head
+    messages = slots.inbox + 1 + 2 + both_ways  # queued; computed last; in transit
+    waits = slots.head + slots.embed + bool(slots.embed)  # for deferred gradients of embed_head
     return (messages + waits) * costs.message
 
 
@@ -131,10 +131,10 @@ class RingBytes(NamedTuple):
 
 def _rings(costs: ModelCosts, layout: "StageLayout", tables: Tables, offloaded: int) -> RingBytes:
     """Bytes of the ring buffers of a rank's layers; of every stage `offloaded` are on the host."""
-    away, held = layout.first_ring_slots(offloaded), tables.slots
+    away, slots = layout.first_ring_slots(offloaded), tables.slots
     kinds = [costs.kinds[kind] for kind in layout.ring_slot_kinds]
     rings = [ring_bytes(kind, tables, on_host=ring in away) for ring, kind in enumerate(kinds)]
-    states = sum((held.state + held.dstate) * kind.state for kind in kinds)
+    states = sum((slots.state + slots.dstate) * kind.state for kind in kinds)
     return RingBytes(sum(ring.device for ring in rings) + states, sum(ring.host for ring in rings))
 
 
@@ -149,12 +149,12 @@ def ring_bytes(kind: LayerCosts, tables: Tables, *, on_host: bool = False) -> Ri
 
     waits = kind.waits
     residuals = Residuals(waits["for_b"], waits["for_w"])
-    with_residuals, rest = (
+    with_residuals, stash = (
         sum(length * size_of([value])
             for value, length in ring_lengths(uses, tables.rank_slots).items())
         for uses in values_by_use(residuals, waits["stash"], separate=bool(tables.pairs) or on_host)
     )  # fmt: skip
-    return RingBytes(rest, with_residuals) if on_host else RingBytes(with_residuals + rest, 0)
+    return RingBytes(stash, with_residuals) if on_host else RingBytes(with_residuals + stash, 0)
 
 
 def layout_of(config: Config, placement: Placement, layers: tuple[int, ...]) -> "StageLayout":

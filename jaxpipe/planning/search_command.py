@@ -20,8 +20,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if len(arguments.devices or ()) != 1 or arguments.devices[0] < 1 or arguments.schedules:
         raise ConfigError("--search needs one number of devices: give --devices N, no --schedules.")
     if others := [name for name in _OF_PLANS if getattr(arguments, name)]:
-        given = ", ".join(f"--{name}".replace("_", "-") for name in others)
-        raise ConfigError(f"{given} with --search: write what it finds, and plan that with them.")
+        options = ", ".join(f"--{name}".replace("_", "-") for name in others)
+        raise ConfigError(f"{options} with --search: write what it finds, and plan that with them.")
     file = arguments.write
     if file and file.suffix != ".toml":
         raise ConfigError(f"--write {file}: with --search give a name that ends in .toml.")
@@ -41,8 +41,8 @@ def search_layouts(
     Raises `ConfigError` where nothing is possible, or nothing fits.
     """
     config = configs.load(arguments.config, arguments.overrides)
-    given = read_overrides(arguments.overrides)
-    fixed = [f"{section}.{key}" for section, settings in given.items() for key in settings]
+    overrides = read_overrides(arguments.overrides)
+    fixed = [f"{section}.{key}" for section, settings in overrides.items() for key in settings]
     space = SearchSpace(config, arguments.devices[0], fixed)
     search = LayoutSearch(space, hardware, arguments.memory or DEVICES[arguments.device].memory)
     result = search.run()

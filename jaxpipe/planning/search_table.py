@@ -27,9 +27,9 @@ _COLUMNS = {
 
 
 def time_parts(one: Estimate) -> dict[str, float]:
-    """Return the seconds of a step by what they are for; their sum is the step.
+    """Return the seconds of a step by purpose; their sum is the step.
 
-    `compute` is the mean of the pipeline ranks, and so is `tp`; what is left is `bubble`.
+    `compute` is the mean of the pipeline ranks, and so is `tp`; the remainder is `bubble`.
     """
     plan, seconds = one.plan, one.plan.seconds
     alone = msgspec.structs.replace(
@@ -54,15 +54,15 @@ def time_parts(one: Estimate) -> dict[str, float]:
     return parts | {"bubble": one.seconds - sum(parts.values())}
 
 
-def search_table(found: Sequence[Estimate]) -> Table:
+def search_table(estimates: Sequence[Estimate]) -> Table:
     """Return a table of the results, with the share of the step that every part takes."""
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     for name, justify in _COLUMNS.items():
         table.add_column(name, justify=justify, no_wrap=True)
-    for one in found:
-        config, parts = one.plan.config, time_parts(one)
+    for estimate in estimates:
+        config, parts = estimate.plan.config, time_parts(estimate)
         parallel, train = config.parallel, config.train
-        cells = {name: f"{part / one.seconds:.1%}" for name, part in parts.items()}
+        cells = {name: f"{part / estimate.seconds:.1%}" for name, part in parts.items()}
         layers = f"{train.offload_layers} layers" if train.offload_layers else ""
         cells |= {
             "mesh": parallel.mesh + " sp" * parallel.sequence_parallel,
@@ -70,30 +70,30 @@ def search_table(found: Sequence[Estimate]) -> Table:
             "remat": train.remat,
             "ZeRO": str(parallel.zero_stage),
             "offloaded": ", ".join(filter(None, (layers, "moments" * train.offload_moments))),
-            "schedule": one.label,
+            "schedule": estimate.label,
             "ends": "shared" if parallel.ends_shared_by else "own",
-            "GiB": f"{one.bytes.total / _GIB:.1f}",
-            "seconds": f"{one.seconds:.4g}",
-            "tokens/s/device": f"{one.tokens_per_second / parallel.devices:,.0f}",
+            "GiB": f"{estimate.bytes.total / _GIB:.1f}",
+            "seconds": f"{estimate.seconds:.4g}",
+            "tokens/s/device": f"{estimate.tokens_per_second / parallel.devices:,.0f}",
         }
         table.add_row(*(cells[name] for name in _COLUMNS))
     return table
 
 
-def search_as_json(found: Sequence[Estimate], result: SearchResult) -> dict[str, Any]:
+def search_as_json(estimates: Sequence[Estimate], result: SearchResult) -> dict[str, Any]:
     """The results in plain types."""
     return {
         "candidates": result.candidates,
         "simulated": result.simulated,
         "best": [
             {
-                "settings": searched_settings(one.plan.config),
-                "seconds": one.seconds,
-                "tokens_per_second": one.tokens_per_second,
-                "parts": time_parts(one),
-                "bytes": asdict(one.bytes) | {"total": one.bytes.total},
+                "settings": searched_settings(estimate.plan.config),
+                "seconds": estimate.seconds,
+                "tokens_per_second": estimate.tokens_per_second,
+                "parts": time_parts(estimate),
+                "bytes": asdict(estimate.bytes) | {"total": estimate.bytes.total},
             }
-            for one in found
+            for estimate in estimates
         ],
     }
 
@@ -117,8 +117,8 @@ def write_config(
             field.name: field.default for field in msgspec.structs.fields(getattr(config, name))
         }
         section = {key: value for key, value in tree.get(name, {}).items() if key not in settings}
-        found = {key: value for key, value in settings.items() if value != defaults[key]}
-        tree[name] = section | found
+        changed = {key: value for key, value in settings.items() if value != defaults[key]}
+        tree[name] = section | changed
     try:
         path.write_text(tomli_w.dumps(tree))
     except OSError as error:

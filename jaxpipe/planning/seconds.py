@@ -117,25 +117,22 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
           split: whether B and W are separate; if not, each is half of BW.
           pairs: whether exchanges of one half of a cell hide behind the other half.
         """
-        rest = (0.0,) * (len(layers) - 1)
-        entered, left, returned = (
-            (self.embed, *rest),
-            (*rest, self.head),
-            (self.embed_gradient, *rest),
-        )
+        zeros = (0.0,) * (len(layers) - 1)
+        embed, embed_gradient = (self.embed, *zeros), (self.embed_gradient, *zeros)
+        head = (*zeros, self.head)
         if shared_by:
             sums = 4 * 2 * (shared_by - 1) * self.transfer
             ends = self.embed + self.head + self.embed_gradient + sums
-            entered = (ends / len(layers),) * len(layers)
-            left = returned = (0.0,) * len(layers)
-        stages = [self._of_stage(part, split=split) for part in self._shares_of(layers)]
+            embed = (ends / len(layers),) * len(layers)
+            head = embed_gradient = (0.0,) * len(layers)
+        stages = [self._of_stage(shares, split=split) for shares in self._shares_of(layers)]
         exchange = None
         if pairs and self.exchange != NO_EXCHANGE:
             exchange = Costs(*zip(*(exchanged for _, exchanged in stages)))
         return Costs(
-            F=tuple(taken[0] + e + h for (taken, _), e, h in zip(stages, entered, left)),
-            B=tuple(taken[1] + e for (taken, _), e in zip(stages, returned)),
-            W=tuple(taken[2] for taken, _ in stages),
+            F=tuple(seconds[0] + e + h for (seconds, _), e, h in zip(stages, embed, head)),
+            B=tuple(seconds[1] + e for (seconds, _), e in zip(stages, embed_gradient)),
+            W=tuple(seconds[2] for seconds, _ in stages),
             transfer=self.transfer,
             exchange=exchange,
         )
@@ -158,9 +155,9 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         exchanged = [x * op for op in (exchange.F, exchange.B, exchange.W)]
         copied = [copies.F, copies.B, copies.W]
         if not split:  # each half of BW is alike
-            whole = both * layer.whole_backward + waits.whole_backward
-            computed[1:] = [whole / 2] * 2
+            bw = both * layer.whole_backward + waits.whole_backward
+            computed[1:] = [bw / 2] * 2
             exchanged[1:] = [sum(exchanged[1:]) / 2] * 2
             copied[1:] = [copies.B / 2] * 2
-        taken = [copies.beside(c, op + x, n) for c, op, x in zip(copied, computed, exchanged)]
-        return taken, [n * op for op in exchanged]
+        seconds = [copies.beside(c, op + x, n) for c, op, x in zip(copied, computed, exchanged)]
+        return seconds, [n * op for op in exchanged]

@@ -71,9 +71,9 @@ class SearchSpace:
         free = "parallel.dp" not in self._fixed or own.dp == -1
         for pp in self._choose("parallel.pp", _divisors(self.devices)):
             for tp in self._choose("parallel.tp", _divisors(self.devices)):
-                dp, rest = divmod(self.devices, pp * tp)
+                dp, remainder = divmod(self.devices, pp * tp)
                 wide = tp > max(_HOST, own.tp) or pp > model.pipeline_layers
-                if rest or wide or not (free or dp == own.dp):
+                if remainder or wide or not (free or dp == own.dp):
                     continue
                 for cp in self._choose("parallel.cp", self._sequence_shards(dp)):
                     for ep in self._choose("parallel.ep", self._expert_shards(dp)):
@@ -85,11 +85,11 @@ class SearchSpace:
         sizes = sorted({*_SEQUENCES, own.microbatch_size})
         for size in self._choose("train.microbatch_size", sizes):
             each = size * own.seq_len * parallel.dp
-            microbatches, rest = divmod(self.tokens * parallel.cp, each)
-            given = "train.grad_accum_steps" in self._fixed
-            if given and microbatches != own.grad_accum_steps:
+            microbatches, remainder = divmod(self.tokens * parallel.cp, each)
+            is_fixed = "train.grad_accum_steps" in self._fixed
+            if is_fixed and microbatches != own.grad_accum_steps:
                 continue
-            if rest or not microbatches:
+            if remainder or not microbatches:
                 self.refusals[
                     f"the {self.tokens} tokens of a step are no multiple of those of a microbatch "
                     f"on {parallel.dp // parallel.cp} replicas, {each // parallel.cp}: change "

@@ -1,4 +1,4 @@
-"""Values that one device stores of the parameters, and of what the optimizer keeps of them."""
+"""Numbers of values that one device stores of parameters and of optimizer states."""
 
 from collections.abc import Callable
 from math import prod

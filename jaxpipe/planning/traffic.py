@@ -55,8 +55,8 @@ def step_traffic(config: Config, layout: "StageLayout") -> StepTraffic:
     times = of_sum * (2 if parallel.zero_stage < 2 else 1)
     sent = sum(times * trained.reduced for trained, _ in (*layers, ends))
     sent += sum(item * (one.whole - one.part) for both in (*layers, ends) for one in both)
-    held = sum(by_kind[kind][0].moments for kind in layout.slot_kinds) + ends[0].moments
-    return StepTraffic(sent, 2 * held if train.offload_moments else 0)
+    moments = sum(by_kind[kind][0].moments for kind in layout.slot_kinds) + ends[0].moments
+    return StepTraffic(sent, 2 * moments if train.offload_moments else 0)
 
 
 def layer_traffic(config: Config) -> dict[str, tuple[float, float]]:
