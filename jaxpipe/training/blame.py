@@ -108,9 +108,9 @@ class Blame:
         self._since = 0
         self._named = False
 
-    def add(self, found: Finding, seconds: float, first: int, last: int) -> str | None:
+    def add(self, worst: Finding, seconds: float, first: int, last: int) -> str | None:
         """The sentence to print after the steps `first` to `last`, each of which took `seconds`."""
-        suspect = (found.process, found.words) if found.lost > _SHARE * seconds else None
+        suspect = (worst.process, worst.words) if worst.lost > _SHARE * seconds else None
         if suspect != self._suspect:
             before, named = self._suspect, self._named
             self._suspect, self._since, self._named = suspect, first, False
@@ -119,8 +119,8 @@ class Blame:
         if suspect and not self._named and last - self._since >= _STEPS:
             self._named = True
             return (
-                f"process {found.process} ({found.name}) slows the steps since step {self._since}: "
-                f"{found.words}, which costs {found.lost:.3f} of {seconds:.3f} s a step "
-                f"({found.lost / seconds:.0%})"
+                f"process {worst.process} ({worst.name}) slows the steps since step {self._since}: "
+                f"{worst.words}, which costs {worst.lost:.3f} of {seconds:.3f} s a step "
+                f"({worst.lost / seconds:.0%})"
             )
         return None

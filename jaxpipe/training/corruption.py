@@ -167,8 +167,8 @@ def outvoted(results: np.ndarray, devices: np.ndarray) -> list[int]:
     """The devices that may be wrong, from three results `[3, places]` and who computed them.
 
     A result that differs from two equal ones of other devices is wrong. A wrong device may spoil
-    results of others, so it is sought among the wrong results of every order that has any; if none
-    is in all of them, all are returned.
+    results of others, so devices that are wrong in every order with wrong results are returned,
+    or all wrong ones if there are none.
 
     >>> results = np.array([[1, 2, 3], [1, 9, 3], [1, 2, 3]])
     >>> outvoted(results, np.array([[0, 1, 2], [1, 2, 0], [2, 0, 1]]))
@@ -177,8 +177,8 @@ def outvoted(results: np.ndarray, devices: np.ndarray) -> list[int]:
     suspects = []
     for order in range(_ORDERS):
         one, other = np.delete(results, order, axis=0)
-        if found := set(devices[order, (one == other) & (results[order] != one)].tolist()):
-            suspects.append(found)
+        if wrong := set(devices[order, (one == other) & (results[order] != one)].tolist()):
+            suspects.append(wrong)
     if not suspects:
         return []
     return sorted(set.intersection(*suspects) or set.union(*suspects))

@@ -1,4 +1,4 @@
-"""Checkpoints of a run written for transformers while it goes on."""
+"""Exports checkpoints for transformers while the run continues."""
 
 import os
 import queue

@@ -54,7 +54,7 @@ class MetricsLog:
                 logger.close()
 
     def rewind(self, last_step: int) -> None:
-        """Drop the records after `last_step`, from which the run goes on."""
+        """Drop the records after `last_step`, from which the run resumes."""
         with self._guard.attempt(str(self._path)):
             self._file.close()
         self._file = self._opened(last_step)

@@ -94,13 +94,13 @@ class OpTimer:
             return _loops(alone, parts["embed_head"], parts["layers"], microbatch, policy, turns)
 
         def repeated(name: str) -> Callable[..., Tree]:
-            def run(state: Tree, given: Tree) -> Tree:
-                return loops(given)[0][name](state, given)
+            def run(state: Tree, fixed: Tree) -> Tree:
+                return loops(fixed)[0][name](state, fixed)
 
             return jax.jit(on_mesh(run, 2), donate_argnums=0)
 
         parts = jax.jit(on_mesh(partial(_parts, trainer, kind, layers), 0))()
-        states, self._given = jax.jit(on_mesh(lambda parts: loops(parts)[1:], 1))(parts)
+        states, self._fixed = jax.jit(on_mesh(lambda parts: loops(parts)[1:], 1))(parts)
         self._loops = {name: (repeated(name), _copied(state)) for name, state in states.items()}
         for name in self._loops:
             self._run(name)
@@ -120,7 +120,7 @@ class OpTimer:
 
     def _run(self, name: str) -> None:
         loop, state = self._loops[name]
-        self._loops[name] = loop, jax.block_until_ready(loop(state, self._given))
+        self._loops[name] = loop, jax.block_until_ready(loop(state, self._fixed))
 
 
 def _parts(trainer: Trainer, kind: str, layers: int) -> Tree:
@@ -157,7 +157,7 @@ def _loops(
 ) -> tuple[dict[str, Callable[..., Tree]], dict[str, Tree], Tree]:
     """Build the loops of all ops, `turns` iterations each.
 
-    Returns functions `(state, given) -> state` by op, initial states by op, and `given`.
+    Returns functions `(state, fixed) -> state` by op, initial states by op, and `fixed`.
     """
     x, (kind,) = jax.jit(functions.embed)(shared, microbatch), functions.kinds_by_name.values()
     index = jax.ShapeDtypeStruct((), jnp.int32)
@@ -170,30 +170,30 @@ def _loops(
     zeros = _zeros(layers), embed_head_of(kind.kind, _zeros(shared))
     inputs = jnp.stack([x] * _SLOTS)
 
-    def chunk(given: Tree) -> Chunk:
-        every = enumerate(given["layers"])
+    def chunk(fixed: Tree) -> Chunk:
+        every = enumerate(fixed["layers"])
         return Chunk(tuple(LayerRun(kind, own, jnp.full(1, i), None, i) for i, own in every))
 
-    def of_microbatch(given: Tree, row: TableRow) -> ActionInputs:
-        shared = given["embed_head"]
-        return ActionInputs(row, given["microbatch"], functions.variables, jnp.float32(1), shared)
+    def of_microbatch(fixed: Tree, row: TableRow) -> ActionInputs:
+        shared = fixed["embed_head"]
+        return ActionInputs(row, fixed["microbatch"], functions.variables, jnp.float32(1), shared)
 
-    def forward(state: Tree, given: Tree, row: TableRow) -> Tree:
+    def forward(state: Tree, fixed: Tree, row: TableRow) -> Tree:
         x, rings = state
         parts = tuple(plan.written_by(own, Op.F) for own in rings)
         before = ForwardOutputs(x, parts, empty_aux([kind], _SLOTS), jnp.float32(0))
-        outputs = chunk(given).forward(of_microbatch(given, row), before)
+        outputs = chunk(fixed).forward(of_microbatch(fixed, row), before)
         after = (plan.with_written(own, Op.F, part) for own, part in zip(rings, outputs.rings))
         return outputs.y, tuple(after)
 
     def gradient(op: Op) -> Callable[..., Tree]:
-        def run(state: Tree, given: Tree, row: TableRow) -> Tree:
+        def run(state: Tree, fixed: Tree, row: TableRow) -> Tree:
             dy, rings, (totals, read) = state
             parts = tuple(plan.written_by(own, op) for own in rings)
             observed = empty_statistics([kind], functions.variables)
             before = BackwardOutputs(dy, parts, totals, observed, read)
-            outputs = chunk(given).gradient(
-                op, of_microbatch(given, row), before,
+            outputs = chunk(fixed).gradient(
+                op, of_microbatch(fixed, row), before,
                 lambda slot, part: plan.read(
                     plan.with_written(rings[slot.ring], op, part), row, op, slot.place
                 ),
@@ -203,7 +203,7 @@ def _loops(
 
         return run
 
-    given = {"layers": layers, "embed_head": shared, "microbatch": microbatch, "inputs": inputs}
+    fixed = {"layers": layers, "embed_head": shared, "microbatch": microbatch, "inputs": inputs}
     states = {
         "F": (forward, (x, rings)),
         "B": (gradient(Op.B), (x, rings, zeros)),
@@ -212,34 +212,34 @@ def _loops(
     }
     states |= _ends(functions, shared, x, microbatch)
     runs = {name: _repeated(run, turns) for name, (run, _) in states.items()}
-    return runs, {name: state for name, (_, state) in states.items()}, given
+    return runs, {name: state for name, (_, state) in states.items()}, fixed
 
 
 def _ends(
     functions: StageFunctions, shared: Tree, x: jax.Array, microbatch: Tree
 ) -> dict[str, tuple[Callable[..., Tree], Tree]]:
-    """For each op of embedding and head, `(state, given, row) -> state` and its initial state."""
+    """For each op of embedding and head, `(state, fixed, row) -> state` and its initial state."""
     trained = is_trained(param_specs_of(functions.embed_head_specs, shared, of_layer=False))
     embed = EmbedHeadFunction.trace(functions.embed, trained, shared, microbatch)
     head = EmbedHeadFunction.trace(functions.head, trained, shared, x, microbatch)
     head_split = head.split(shared, x, microbatch)
 
-    def leave(state: Tree, given: Tree, row: TableRow) -> Tree:
-        y = buffers.read(given["inputs"], row.for_b_read)
-        context = Context(given["microbatch"], embed_head=given["embed_head"])
+    def leave(state: Tree, fixed: Tree, row: TableRow) -> Tree:
+        y = buffers.read(fixed["inputs"], row.for_b_read)
+        context = Context(fixed["microbatch"], embed_head=fixed["embed_head"])
         output, residuals = head_split.forward(None, y, context)
         seed = Cotangent(jnp.ones_like(output.y))
         dy, used = head_split.backward(None, context, residuals, seed)
         return output.y, dy.value, add_gradients(state[2], used.embed_head)
 
-    def enter(state: Tree, given: Tree, row: TableRow) -> Tree:
+    def enter(state: Tree, fixed: Tree, row: TableRow) -> Tree:
         other = lambda leaf: leaf.at[(0,) * leaf.ndim].set(row.for_b_read)  # noqa: E731
-        tokens = jax.tree.map(other, given["microbatch"])
-        return functions.embed(given["embed_head"], tokens)
+        tokens = jax.tree.map(other, fixed["microbatch"])
+        return functions.embed(fixed["embed_head"], tokens)
 
-    def enter_gradient(state: Tree, given: Tree, row: TableRow) -> Tree:
-        dx = buffers.read(given["inputs"], row.for_b_read)
-        return add_gradients(state, embed.gradients(given["embed_head"], given["microbatch"], dx))
+    def enter_gradient(state: Tree, fixed: Tree, row: TableRow) -> Tree:
+        dx = buffers.read(fixed["inputs"], row.for_b_read)
+        return add_gradients(state, embed.gradients(fixed["embed_head"], fixed["microbatch"], dx))
 
     return {
         "head": (leave, (jnp.float32(0), x, _zeros(shared))),
@@ -266,12 +266,12 @@ def _filled(rings: RingBuffers) -> RingBuffers:
 def _repeated(run: Callable[..., Tree], turns: int) -> Callable[..., Tree]:
     """Run an op `turns` times in a scan that alternates between the ring-buffer slots."""
 
-    def loop(state: Tree, given: Tree) -> Tree:
+    def loop(state: Tree, fixed: Tree) -> Tree:
         def turn(state: Tree, slot: jax.Array) -> tuple[Tree, None]:
             every = TableRow._make(
                 [slot] * len(TableRow._fields)
             )  # the same slot of every ring buffer
-            return run(state, given, every), None
+            return run(state, fixed, every), None
 
         return lax.scan(turn, state, jnp.arange(turns) % _SLOTS)[0]
 

@@ -15,7 +15,7 @@ from jaxpipe.training.unread import Dispatched
 
 
 class Failure(NamedTuple):
-    """A step that the run must not go on after, its metrics, and the state before it."""
+    """A step after which the run must not continue, its metrics, and the state before it."""
 
     state: State
     dispatched: Dispatched
@@ -37,11 +37,11 @@ class Failure(NamedTuple):
 
     def reason(self, train: TrainConfig) -> str:
         """What stops the run, and at which step."""
-        found = f"{describe_loss(self.values)} at step {self.step}"
+        event = f"{describe_loss(self.values)} at step {self.step}"
         if not self.is_of_spikes(train):
-            return found
+            return event
         count = self.values["spikes_in_row"]
-        return f"{found}, number {count} in a row of steps left out since a spike"
+        return f"{event}, number {count} in a row of steps left out since a spike"
 
 
 def describe_loss(values: dict[str, Any]) -> str:

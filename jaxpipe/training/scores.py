@@ -37,8 +37,8 @@ class BatchScores:
         """
         position.enter("score")
         shape, sharder = batch["inputs"].shape, self.trainer.sharder
-        made = self._program(params, self.trainer.put(dict(batch)), variables)
-        return jax.tree.map(lambda values: sharder.restore(np.asarray(values), shape), made)
+        outputs = self._program(params, self.trainer.put(dict(batch)), variables)
+        return jax.tree.map(lambda values: sharder.restore(np.asarray(values), shape), outputs)
 
     @cached_property
     def _program(self) -> Any:

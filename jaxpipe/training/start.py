@@ -72,8 +72,8 @@ def _started(
         )
     shapes = trainer.state_shapes
     check = partial(check_same_settings, config=trainer.config, with_moments=True)
-    if found := checkpoints.restore(shapes.parts(), say, check):
-        restored, meta = found
+    if latest := checkpoints.restore(shapes.parts(), say, check):
+        restored, meta = latest
         return *_resumed(trainer, restored, meta, data, say), meta
     if resume != "none" and checkpoints.damaged_directories:
         damaged = ", ".join(path.name for path in checkpoints.damaged_directories)

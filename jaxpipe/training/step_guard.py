@@ -72,11 +72,11 @@ class StepGuard(NamedTuple):
             accepted &= ~spike
             spikes = spikes.after(loss, norm, spike, accepted)
         in_row = jnp.where(accepted, 0, self.in_row + ~finite)
-        held = jnp.where(finite, self.finite_steps + accepted, 0)
+        finite_steps = jnp.where(finite, self.finite_steps + accepted, 0)
         scale = self.loss_scale
         if scale is not None:
-            scale = jnp.where(finite, scale * jnp.where(held == _PERIOD, 2, 1), scale / 2)
-        new = StepGuard(in_row, self.skipped, held % _PERIOD, scale, spikes)
+            scale = jnp.where(finite, scale * jnp.where(finite_steps == _PERIOD, 2, 1), scale / 2)
+        new = StepGuard(in_row, self.skipped, finite_steps % _PERIOD, scale, spikes)
         new = new._replace(skipped=self.skipped + (~accepted & ~new.stops(train)))
         new = jax.tree.map(lambda new, old: jnp.where(stopped, old, new), new, self)
         return new, accepted & ~stopped

@@ -82,17 +82,14 @@ class UpdateTimer:
         key, kind = jax.random.key(0), trainer.layout.kinds[0]
 
         def start() -> State:
-            held = [
-                jax.tree.map(
-                    lambda leaf: leaf[None],
-                    trainer.model.init_layer(key, index, kind),
-                )
+            own_layers = [
+                jax.tree.map(lambda leaf: leaf[None], trainer.model.init_layer(key, index, kind))
                 for index in range(layers)
             ]
             ends = jax.tree.map(
                 lambda leaf: leaf[: len(leaf) // ranks], trainer.model.init_embed_head(key)
             )
-            return trainer.unplaced({"embed_head": ends, "layers": tuple(held)})
+            return trainer.unplaced({"embed_head": ends, "layers": tuple(own_layers)})
 
         side = _side(trainer)
 

@@ -91,8 +91,8 @@ class Stragglers:
 
     def take(self) -> dict[str, Any]:
         """The newest metrics, once; empty on other processes than the first."""
-        found, self._series = self._series, {}
-        return found
+        series, self._series = self._series, {}
+        return series
 
     def _run(self) -> None:
         """Measure until the run ends; a failure of a device is reported by the main thread."""
@@ -140,26 +140,26 @@ class Stragglers:
         if len(windows) > 1 and seconds:
             for cause in ("data", "host"):
                 series[f"{cause}_idle_seconds"] = [getattr(each, cause) for each in windows]
-            found = find_process(windows, lambda process, late: self._cost(process, late, seconds))
-            series["lost_seconds"] = found.lost
-            self._tell(self._host, found, seconds, step - windows[0].steps + 1, step)
+            worst = find_process(windows, lambda process, late: self._cost(process, late, seconds))
+            series["lost_seconds"] = worst.lost
+            self._tell(self._host, worst, seconds, step - windows[0].steps + 1, step)
         measured = {
             tuple(map(int, at.split("/"))): of for each in windows for at, of in each.ops.items()
         }
         if len(measured) == self._columns.size:
             costs = self._replay.lost_times(measured)
-            of_ranks = np.zeros(len(self._columns))
+            lost_by_rank = np.zeros(len(self._columns))
             for each in costs:
-                of_ranks[each.pp_rank] = max(of_ranks[each.pp_rank], each.seconds)
-            series["rank_lost_seconds"] = of_ranks.tolist()
+                lost_by_rank[each.pp_rank] = max(lost_by_rank[each.pp_rank], each.seconds)
+            series["rank_lost_seconds"] = lost_by_rank.tolist()
             if costs:
                 process = self._columns[costs[0].pp_rank, costs[0].replica].process_index
-                found = find_op(costs[0], windows[process], process)
-                self._tell(self._ops, found, seconds, step, step)
+                worst = find_op(costs[0], windows[process], process)
+                self._tell(self._ops, worst, seconds, step, step)
         self._series = series
 
-    def _tell(self, blame: Blame, found: Finding, seconds: float, first: int, last: int) -> None:
-        if sentence := blame.add(found, seconds, first, last):
+    def _tell(self, blame: Blame, worst: Finding, seconds: float, first: int, last: int) -> None:
+        if sentence := blame.add(worst, seconds, first, last):
             self._say(sentence)
 
     def _cost(self, process: int, late: float, seconds: float) -> float:

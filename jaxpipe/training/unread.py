@@ -72,6 +72,6 @@ class UnreadSteps:
             self.not_finite = 0
         if dispatched.step == dispatched.program.start:
             before, self._read_last = self._read_last, time.perf_counter()
-            taken = self._read_last - max(before, dispatched.started)
-            self._seconds = taken / len(dispatched.program)
+            elapsed = self._read_last - max(before, dispatched.started)
+            self._seconds = elapsed / len(dispatched.program)
         return dispatched, values, self._seconds
