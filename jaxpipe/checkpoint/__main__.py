@@ -109,11 +109,11 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     looking.set_defaults(run=_inspect)
 
     # argparse matches a `*` positional with nothing once an option precedes it, so take the rest.
-    arguments, left = parser.parse_known_args(argv)
-    if left and (arguments.command != "import" or any(word.startswith("-") for word in left)):
-        parser.error(f"unrecognized arguments: {' '.join(left)}")
-    if left:
-        arguments.words += left
+    arguments, more = parser.parse_known_args(argv)
+    if more and (arguments.command != "import" or any(word.startswith("-") for word in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:
+        arguments.words += more
     if arguments.command == "import" and not (arguments.write_config or arguments.words):
         parser.error("import needs CONFIG, or --write-config CONFIG")
     return arguments

@@ -24,10 +24,10 @@ def check_scales(
     """Raise `ConfigError` unless `scales` is the shape of the scales of a tensor of this shape."""
     blocks = tuple(-(-size // BLOCK) for size in shape)
     if len(shape) != 2 or scales != blocks:
-        found = "which is absent" if scales is None else f"which has the shape {scales}"
+        actual = "which is absent" if scales is None else f"which has the shape {scales}"
         raise ConfigError(
             f"{where} holds {name} as {KIND} of shape {shape}, whose scales {name}{SCALE}, "
-            f"{found}, must be a matrix of one value per block of {BLOCK} x {BLOCK}: take the "
+            f"{actual}, must be a matrix of one value per block of {BLOCK} x {BLOCK}: take the "
             f"published files, or a checkpoint in bfloat16."
         )
 

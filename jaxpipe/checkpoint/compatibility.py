@@ -116,12 +116,12 @@ def drop_absent_variables(stored: Tree, like: Tree) -> Tree:
         return {name: tuple(leaf.shape) for name, leaf in leaves_by_name(tree).items()}
 
     saved = stored.get("variables") or {}
-    kept = {
+    variables = {
         name: leaf for name, leaf in like["variables"].items()
         if name in saved and shapes({name: leaf}) == shapes({name: saved[name]})
     }  # fmt: skip
-    rest = {name: part for name, part in like.items() if name != "variables"}
-    return rest | ({"variables": kept} if kept else {})
+    others = {name: part for name, part in like.items() if name != "variables"}
+    return others | ({"variables": variables} if variables else {})
 
 
 def check_same_arrays(expected: Tree, stored: Tree, where: Path, left_out: frozenset[str]) -> None:

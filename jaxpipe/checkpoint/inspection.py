@@ -40,7 +40,7 @@ def _describe_facts(checkpoint: StoredCheckpoint, steps: list[int]) -> Text:
     """One line for each fact, as text: a table would truncate long paths."""
     meta, leaves = checkpoint.meta, checkpoint.leaves
     params = [leaf for path, leaf in leaves.items() if path[0] == "params"]
-    rest = [leaf for path, leaf in leaves.items() if path[0] not in ("params", "variables")]
+    moments = [leaf for path, leaf in leaves.items() if path[0] not in ("params", "variables")]
     layers = {path[2] for path in leaves if path[:2] == ("params", "layers")}
     facts = {
         "checkpoint": checkpoint.directory,
@@ -53,7 +53,7 @@ def _describe_facts(checkpoint: StoredCheckpoint, steps: list[int]) -> Text:
             if checkpoint.checked_files
             else "none: nothing proves that the arrays are undamaged"
         ),
-        "moments": readable_bytes(_bytes(rest)) if rest else "none: parameters only",
+        "moments": readable_bytes(_bytes(moments)) if moments else "none: parameters only",
     }
     facts |= {
         name: meta[name]

@@ -35,10 +35,10 @@ def list_steps(directory: AnyPath) -> list[int]:
     """
     if is_address(directory):
         with as_os_errors():
-            found = [path.parent for path in directory.glob(f"*/{COMMIT}")]
+            directories = [path.parent for path in directory.glob(f"*/{COMMIT}")]
     else:
-        found = list(directory.iterdir()) if directory.is_dir() else []
-    return sorted(int(path.name) for path in found if path.name.isdecimal())
+        directories = list(directory.iterdir()) if directory.is_dir() else []
+    return sorted(int(path.name) for path in directories if path.name.isdecimal())
 
 
 def list_unfinished(directory: AnyPath) -> list[AnyPath]:

@@ -64,12 +64,12 @@ def _read_tree(
         targets, is_leaf=lambda node: isinstance(node, _Target)
     )
     names = [tuple(part.key for part in path) for path, _ in leaves]
-    found = iter(read([(*origin, *name) for name in names for origin in origins.values()]))
+    arrays = iter(read([(*origin, *name) for name in names for origin in origins.values()]))
 
     def put(name: ParamPath, target: _Target) -> jax.Array:
         full = np.zeros(target.like.shape, target.like.dtype)
         for index in origins:
-            array = next(found)
+            array = next(arrays)
             expected = target.stored.unpadded_shape(full.shape)[len(index) :]
             if array.shape != expected:
                 raise ConfigError(

@@ -247,8 +247,8 @@ def write_tensors(
     for file_name, shard in zip(names, shards):
         with (directory / file_name).open("wb") as file:
             file.write(_build_header({name: (shapes[name], kinds[name]) for name in shard}))
-            for name, (given, tensor) in zip(shard, tensors):
-                assert (given, tensor.shape) == (name, shapes[name])
+            for name, (tensor_name, tensor) in zip(shard, tensors):
+                assert (tensor_name, tensor.shape) == (name, shapes[name])
                 array = np.ascontiguousarray(tensor, kinds[name])
                 file.write(array.reshape(-1).view(np.uint8).data)
             file.flush()

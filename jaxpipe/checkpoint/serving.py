@@ -82,10 +82,10 @@ class ServingFiles:
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Self:
         """Unpack them from a checkpoint's metadata; all fields are unknown if it has none."""
-        kept = dict(meta.get("huggingface") or {})
-        files = kept.pop("files", {})
+        fields = dict(meta.get("huggingface") or {})
+        files = fields.pop("files", {})
         unpacked = {name: zlib.decompress(base64.b64decode(text)) for name, text in files.items()}
-        return cls(**kept, files=unpacked)
+        return cls(**fields, files=unpacked)
 
     def as_meta(self) -> dict[str, Any]:
         """The metadata entry that `from_meta` reads; empty if nothing is known."""
@@ -129,7 +129,7 @@ class ServingFiles:
           tokenizer: path of the training data's tokenizer.json, which is used if no other tokenizer
             is known.
         """
-        found = self
+        copy = self
         if not self.files and tokenizer is not None and tokenizer.is_file():
             files = {TOKENIZER: tokenizer.read_bytes()}
             described: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -137,12 +137,12 @@ class ServingFiles:
             if token in names:
                 described["eos_token"] = names[token]
             files[TOKENIZER_CONFIG] = json.dumps(described, indent=2).encode()
-            found = replace(found, files=files)
+            copy = replace(copy, files=files)
         if token is None:
-            return found
-        ids = found.token_ids | _add_eos_token(found.token_ids, token)
-        generation = found.generation and found.generation | _add_eos_token(found.generation, token)
-        return replace(found, token_ids=ids, generation=generation)
+            return copy
+        ids = copy.token_ids | _add_eos_token(copy.token_ids, token)
+        generation = copy.generation and copy.generation | _add_eos_token(copy.generation, token)
+        return replace(copy, token_ids=ids, generation=generation)
 
     def write(self, directory: Path) -> None:
         """Write the tokenizer's files and generation_config.json to a directory."""
@@ -172,14 +172,14 @@ def _read_tokenizer_files(directory: Path) -> dict[str, bytes]:
 
 def _special_token_ids(files: Mapping[str, bytes]) -> dict[str, TokenId]:
     """The ids of the BOS, EOS and padding tokens that tokenizer_config.json names."""
-    described, known = _parse_file(files, TOKENIZER_CONFIG), dict(_iterate_tokens(files))
-    found: dict[str, TokenId] = {}
+    described, ids = _parse_file(files, TOKENIZER_CONFIG), dict(_iterate_tokens(files))
+    special_ids: dict[str, TokenId] = {}
     for role in _ROLES:
         token = described.get(f"{role}_token")
         name = token.get("content") if isinstance(token, dict) else token
-        if name in known:
-            found[f"{role}_token_id"] = known[name]
-    return found
+        if name in ids:
+            special_ids[f"{role}_token_id"] = ids[name]
+    return special_ids
 
 
 def _iterate_tokens(files: Mapping[str, bytes]) -> Iterator[tuple[str, int]]:

@@ -155,8 +155,8 @@ def describe_size_fault(shard: IndexedShard) -> str:
     if shard.masked:
         wanted[shard.mask.path] = [shard.mask.size]
     for path, sizes in wanted.items():
-        if (found := path.stat().st_size) not in sizes:
-            return f"{path.name} has {found} bytes, not {sizes[0]}"
+        if (size := path.stat().st_size) not in sizes:
+            return f"{path.name} has {size} bytes, not {sizes[0]}"
     return ""
 
 

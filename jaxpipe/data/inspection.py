@@ -35,13 +35,13 @@ def describe_folder(folder: Path, documents: int) -> Iterator[RenderableType]:
     for number in range(min(documents, first.documents)):
         ids, counted = opened.tokens(number), opened.counted(number)
         yield Text(f"\ndocument {number}, {len(ids):,} tokens", style="bold")
-        text, left = Text(), _SHOWN
+        text, characters = Text(), _SHOWN
         for begin, end, counts in _split_runs(
             np.ones(len(ids), bool) if counted is None else counted
         ):
-            passage = tokenizer.decode(ids[begin:end][:left])
-            text.append(passage[:left], style="" if counts else "dim")
-            left = max(left - len(passage), 0)
+            passage = tokenizer.decode(ids[begin:end][:characters])
+            text.append(passage[:characters], style="" if counts else "dim")
+            characters = max(characters - len(passage), 0)
         yield text
 
 

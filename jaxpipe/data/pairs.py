@@ -39,7 +39,7 @@ def answers_of(record: Any) -> list[dict[str, Any]]:
         raise ValueError(f"it has no {missing[0]!r}, but {others}: a pair has both answers")
     prompt, answers = record.get("prompt"), [record[name] for name in ANSWERS]
     if all(isinstance(answer, list) for answer in answers) and not isinstance(prompt, list):
-        same = takewhile(lambda both: both[0] == both[1], zip(*answers))
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(*answers))
         shared = [message for message, _ in same]
         contents = [one.get("content", one.get("value")) for one in shared if isinstance(one, dict)]
         if prompt is not None and prompt not in contents:
@@ -47,13 +47,13 @@ def answers_of(record: Any) -> list[dict[str, Any]]:
         prompt, answers = shared, [answer[len(shared) :] for answer in answers]
     if prompt is None:
         raise ValueError("it has no 'prompt', and its answers are no conversations")
-    rest = {name: value for name, value in record.items() if name not in ("prompt", *ANSWERS)}
-    return [rest | {"prompt": prompt, "completion": answer} for answer in answers]
+    extra = {name: value for name, value in record.items() if name not in ("prompt", *ANSWERS)}
+    return [extra | {"prompt": prompt, "completion": answer} for answer in answers]
 
 
 @dataclass(frozen=True)
 class PairSamples:
-    """Rows of one answer each: row 2 i is the chosen answer of a pair, and row 2 i + 1 the other.
+    """Rows of one answer each: 2 i is the chosen answer of a pair, 2 i + 1 the rejected one.
 
     Pairs with an answer longer than `seq_len` + 1 tokens are left out.
 

@@ -62,16 +62,16 @@ def list_input_files(paths: Iterable[Path], output: Path | None = None) -> Input
 def divide_files(files: Iterable[Path], size: int) -> list[InputPiece]:
     """Divide files into pieces of about `size` bytes on disk; indivisible files may exceed it."""
     pieces: list[tuple[FilePart, ...]] = []
-    taken: list[FilePart] = []
-    bytes_taken = 0
+    parts_of_piece: list[FilePart] = []
+    piece_bytes = 0
     for part in (part for file in files for part in _divide_file(file, size)):
-        taken.append(part)
-        bytes_taken += part.size
-        if bytes_taken >= size:
-            pieces.append(tuple(taken))
-            taken, bytes_taken = [], 0
-    if taken:
-        pieces.append(tuple(taken))
+        parts_of_piece.append(part)
+        piece_bytes += part.size
+        if piece_bytes >= size:
+            pieces.append(tuple(parts_of_piece))
+            parts_of_piece, piece_bytes = [], 0
+    if parts_of_piece:
+        pieces.append(tuple(parts_of_piece))
     return [InputPiece(number, parts) for number, parts in enumerate(pieces)]
 
 

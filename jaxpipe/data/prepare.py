@@ -96,14 +96,14 @@ def prepare(
         if manifest := _read_finished(folder, origin):
             return manifest
         with open_journal(folder, keys, options.skip_bad_lines) as (journal, done):
-            left = [piece for piece in pieces if piece.number not in done]
+            remaining = [piece for piece in pieces if piece.number not in done]
             unused = None if template else find_chat_template(options.tokenizer)
             work = partial(
                 write_piece, options=options, entry=entry, template=template, folder=folder
             )
             with (
-                run_workers(min(processes, len(left)), work, iter(left)) as results,
-                _show_progress(pieces, left, console) as show,
+                run_workers(min(processes, len(remaining)), work, iter(remaining)) as results,
+                _show_progress(pieces, remaining, console) as show,
             ):
                 for is_result, value in results:
                     if is_result:
@@ -187,7 +187,7 @@ def tokenise(
     end, mark = np.array([] if eod is None else [eod], np.int32), ""
     if eod is not None:
         mark = tokenizer.mark_of(eod)
-    found: list[tuple[np.ndarray, np.ndarray]] = []  # ids, and which count; empty if left out
+    samples: list[tuple[np.ndarray, np.ndarray]] = []  # ids, and which count; empty if left out
     empty = 0
     for passages, encoded in zip(documents, tokenizer.encode(documents)):
         empty += not len(encoded.ids)
@@ -195,13 +195,13 @@ def tokenise(
         ending = end[:0] if mark and text.rstrip().endswith(mark) else end
         is_learned = len(encoded.ids) and (encoded.counted.any() or (counts and len(ending)))
         ids = np.concatenate([encoded.ids, ending])[: None if is_learned else 0]
-        found.append((ids, np.append(encoded.counted, np.full(len(ending), counts))[: len(ids)]))
-    groups = (found[at : at + together] for at in range(0, len(found), together))
-    kept = [one for group in groups if all(len(ids) for ids, _ in group) for one in group]
-    if not kept:
+        samples.append((ids, np.append(encoded.counted, np.full(len(ending), counts))[: len(ids)]))
+    groups = (samples[at : at + together] for at in range(0, len(samples), together))
+    complete = [sample for group in groups if all(len(ids) for ids, _ in group) for sample in group]
+    if not complete:
         return DocumentBatch(np.zeros(0, np.int32), np.zeros(0, int), np.zeros(0, bool)), empty
-    ids, counted = (np.concatenate(arrays) for arrays in zip(*kept))
-    return DocumentBatch(ids, np.array([len(ids) for ids, _ in kept]), counted), empty
+    ids, counted = (np.concatenate(arrays) for arrays in zip(*complete))
+    return DocumentBatch(ids, np.array([len(ids) for ids, _ in complete]), counted), empty
 
 
 _loaded = lru_cache(maxsize=1)(load_tokenizer)  # a worker loads its tokenizer once
@@ -296,7 +296,7 @@ def _build_manifest(
 
 @contextmanager
 def _show_progress(
-    pieces: list[InputPiece], left: list[InputPiece], console: Console
+    pieces: list[InputPiece], remaining: list[InputPiece], console: Console
 ) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar; yields the function that adds input bytes and tokens to it."""
     columns = (
@@ -305,7 +305,7 @@ def _show_progress(
         TextColumn("{task.percentage:.0f} %  {task.fields[rate]:,.0f} tokens/s  ETA"),
         TimeRemainingColumn(),
     )
-    tokens, before = 0, sum(piece.size for piece in pieces) - sum(piece.size for piece in left)
+    tokens, before = 0, sum(piece.size for piece in pieces) - sum(piece.size for piece in remaining)
     hidden = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=sum(piece.size for piece in pieces), completed=before, rate=0)

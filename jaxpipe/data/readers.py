@@ -38,7 +38,7 @@ class FilePart(msgspec.Struct, frozen=True):
 
 
 def file_kind(path: Path) -> str:
-    """Return how a file holds documents: as `lines`, `elements` or `rows`, or `text` for one."""
+    """Return the format of a file: `lines`, `elements` or `rows`, or `text`, one document."""
     suffix = (path.with_suffix("") if is_compressed(path) else path).suffix.lower()
     if suffix == ".json" and _begins_with_bracket(path):
         return "elements"
@@ -175,13 +175,13 @@ def _read_plain_lines(part: FilePart) -> Iterator[tuple[bytes, int]]:
 
 
 def _read_compressed_lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    rest = b""
+    tail = b""
     for chunk, size in _decompress(path):
-        *whole, rest = (rest + chunk).split(b"\n")
-        for line in whole:
+        *lines, tail = (tail + chunk).split(b"\n")
+        for line in lines:
             yield line, size
             size = 0  # the first line of a chunk reports the bytes of all its lines
-    yield rest, 0
+    yield tail, 0
 
 
 def _decompress(path: Path) -> Iterator[tuple[bytes, int]]:
@@ -211,15 +211,15 @@ def _zst_chunks(path: Path) -> Iterator[tuple[bytes, int]]:
     zstandard = import_optional("zstandard", f"reading {path}")
     decompressor, frame = zstandard.ZstdDecompressor(), None
     with path.open("rb") as file:
-        while left := file.read(_CHUNK):
-            size = len(left)
-            while left:  # a chunk may have the end of one frame and the start of others
+        while compressed := file.read(_CHUNK):
+            size = len(compressed)
+            while compressed:  # a chunk may have the end of one frame and the start of others
                 frame = frame or decompressor.decompressobj()
                 try:
-                    yield frame.decompress(left), size
+                    yield frame.decompress(compressed), size
                 except zstandard.ZstdError as error:
                     raise EOFError(error) from error
-                left, size, frame = frame.unused_data, 0, None if frame.eof else frame
+                compressed, size, frame = frame.unused_data, 0, None if frame.eof else frame
     if frame:
         raise EOFError("it ends within a frame")
 

@@ -209,10 +209,10 @@ class RecordConverter:
         counts = counts and values["role"] == "assistant"
         return Message(values, bool(next(iter(switches.values()), counts)))
 
-    def _check_lost(self, found: dict[str, Any], used: tuple[str, ...], of: str) -> None:
+    def _check_lost(self, record: dict[str, Any], used: tuple[str, ...], of: str) -> None:
         """Raise `ValueError` for non-empty keys that are neither used nor harmless."""
         known = HARMLESS.union(used, self.ignored)
-        lost = [key for key, value in found.items() if key not in known and not _is_empty(value)]
+        lost = [key for key, value in record.items() if key not in known and not _is_empty(value)]
         if lost:
             names = ", ".join(map(repr, lost))
             where = f"it has {names}" if of == "it" else f"it has {names} beside {of}"
@@ -271,8 +271,8 @@ def _join_content(content: Any, name: str) -> str:
         return _check_string(content, name)
     texts = []
     for part in content:
-        held = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
-        if held.keys() != {"type", "text"} or held["type"] != "text":
+        fields = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
+        if fields.keys() != {"type", "text"} or fields["type"] != "text":
             raise ValueError(f"a part of its {name} is not like {{'type': 'text', 'text': '...'}}")
-        texts.append(_check_string(held["text"], "text"))
+        texts.append(_check_string(fields["text"], "text"))
     return "".join(texts)

@@ -27,13 +27,13 @@ def open_documents(path: str, vocab_size: int) -> ShardedDocuments:
     shards: list[TokenShard] = []
     tokenizers: dict[str, Path] = {}
     files: list[Path] = []  # token files outside prepared folders
-    for found in _find_inputs(path):
-        manifest = read_manifest(found) if found.is_dir() else None
+    for source in _find_inputs(path):
+        manifest = read_manifest(source) if source.is_dir() else None
         if manifest:
-            shards += _open_prepared(found, manifest, vocab_size)
-            tokenizers[manifest.tokenizer.digest] = found
+            shards += _open_prepared(source, manifest, vocab_size)
+            tokenizers[manifest.tokenizer.digest] = source
         else:
-            files += _list_token_files(found)
+            files += _list_token_files(source)
     check_tokenizers(tokenizers)
     full_digest = sum(file.stat().st_size for file in files) <= FULL_DIGEST_BYTES
     shards += [_open_file(file, vocab_size, full_digest=full_digest) for file in files]
@@ -72,14 +72,10 @@ def _find_inputs(path: str) -> list[Path]:
         return [Path(f"{path}.bin")]
     named = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
     prepared = {p for p in named if (p / MANIFEST).exists() or (p / JOURNAL).exists()}
-    found = [
-        file
-        for file in named
-        if file in prepared or (_is_token_file(file) and file.parent not in prepared)
-    ]
-    if not found:
+    inputs = [p for p in named if p in prepared or (_is_token_file(p) and p.parent not in prepared)]
+    if not inputs:
         raise ConfigError(f"{path} does not exist: correct its path in [data].")
-    return found
+    return inputs
 
 
 def _list_token_files(path: Path) -> list[Path]:

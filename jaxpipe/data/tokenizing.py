@@ -105,9 +105,9 @@ class FileTokenizer:
                 counted = np.full(len(ids), True in kinds[number])
             encoded[number] = EncodedDocument(ids, counted)
         unsure |= {number for number, one in encoded.items() if one.counted is None}
-        rest = sorted(unsure)
-        places = self.tokenizer.encode_batch([texts[n] for n in rest], add_special_tokens=False)
-        for number, encoding in zip(rest, places):
+        numbers = sorted(unsure)
+        places = self.tokenizer.encode_batch([texts[n] for n in numbers], add_special_tokens=False)
+        for number, encoding in zip(numbers, places):
             counted = loss_mask_by_offsets(encoding, documents[number])
             encoded[number] = EncodedDocument(np.array(encoding.ids, np.int32), counted)
         return [encoded[number] for number in range(len(texts))]
