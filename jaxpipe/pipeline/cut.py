@@ -108,8 +108,8 @@ def find_crossing(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, .
         or (var in on_x - layout and (_is_kept(eqn, keep) or _may_store(eqn, policy)))
     }
     # Store the allowed values that B and W read, except those that B can cheaply recompute.
-    backward, made_before = [*b_outputs, *w_outputs], free | saved | after
-    saved &= {*reads(equations_to(jaxpr, backward, made_before), backward)}
+    backward, computed = [*b_outputs, *w_outputs], free | saved | after
+    saved &= {*reads(equations_to(jaxpr, backward, computed), backward)}
     saved -= _repeated(jaxpr, saved, on_x)
     # W starts from values that B has computed, and from forward values that B recomputes for it.
     by_b = {var for eqn in equations_to(jaxpr, b_outputs, free, in_b) for var in eqn.outvars}
@@ -127,9 +127,9 @@ def find_crossing(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, .
             "but not the state that it is given."
         )
     for_b = [var for var in from_f if var in saved and var not in for_w]
-    made = {var for eqn in in_whole_b for var in eqn.outvars}
+    in_backward = {var for eqn in in_whole_b for var in eqn.outvars}
     gathers = (eqn.outvars[0] for eqn in in_w if eqn.primitive.name == "all_gather")
-    gathered = tuple(var for var in gathers if var in made)
+    gathered = tuple(var for var in gathers if var in in_backward)
     residuals = Residuals(tuple(for_b), tuple(for_w))
     return Crossing(residuals, tuple(stash), gathered, in_f, in_b)
 
@@ -154,15 +154,15 @@ def _repeated(jaxpr: Jaxpr, saved: set[Var], on_x: set[Var]) -> set[Var]:
         for eqn in jaxpr.eqns
         if eqn.primitive.name in _ELEMENTWISE and on_x.issuperset(eqn.outvars)
     ]
-    left = set(saved)
+    stored = set(saved)
     for var in [var for eqn in reversed(cheap) for var in eqn.outvars if var in saved]:
-        made = left - {var}
+        derivable = stored - {var}
         for eqn in cheap:
-            if made.issuperset(on_x.intersection(variables_in(eqn))):
-                made.update(eqn.outvars)
-        if var in made:
-            left.remove(var)
-    return saved - left
+            if derivable.issuperset(on_x.intersection(variables_in(eqn))):
+                derivable.update(eqn.outvars)
+        if var in derivable:
+            stored.remove(var)
+    return saved - stored
 
 
 def _only_rearranges(eqn: JaxprEqn) -> bool:

@@ -186,8 +186,8 @@ class Pipeline:
         self, tables: Tables, params: Tree, batch: Tree, variables: Tree, loss_scale: Any = None
     ) -> StepOutput:
         self._check_fit(params, batch)
-        uncut = variables, loss_scale
-        return self._program(tables, params)(params, batch, uncut, tables.columns)
+        unsharded = variables, loss_scale
+        return self._program(tables, params)(params, batch, unsharded, tables.columns)
 
     def _program(self, tables: Tables, params: Tree) -> Callable[..., StepOutput]:
         """Return the step on the mesh, of `(params, batch, (variables, loss_scale), columns)`."""

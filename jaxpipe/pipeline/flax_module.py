@@ -113,7 +113,7 @@ class ModuleFunction:
         return result
 
     def equals(self, other: "ModuleFunction") -> bool:
-        """Whether both modules differ in the values of their parameters alone."""
+        """Whether two modules differ only in the values of their parameters."""
         return self._identity == other._identity
 
     @cached_property

@@ -45,7 +45,7 @@ class Stage(nnx.Module):
 
 
 class PipelineStage(NamedTuple):
-    """A stage, and the shape and dtype of what it takes and returns for one microbatch."""
+    """A stage, and the shapes and dtypes of its input and output for one microbatch."""
 
     module: Stage
     x: jax.ShapeDtypeStruct
@@ -57,7 +57,7 @@ def build_pipeline_stage(module: Stage, x: Any) -> PipelineStage:
 
     Args:
       module: the stage.
-      x: one microbatch of what it takes, an array or `jax.ShapeDtypeStruct`: the embedding's inputs
+      x: one microbatch of its input, an array or `jax.ShapeDtypeStruct`: the embedding's inputs
         in the first stage, the previous stage's output elsewhere.
 
     >>> stage = Stage({0: nnx.Linear(4, 4, rngs=nnx.Rngs(0))})

@@ -23,8 +23,8 @@ Hook = Callable[[Names, Names], Any] | None
 
 
 def run_paired(
-    forward: Sequence[Callable[[ForwardOutputs], ForwardOutputs]], made: ForwardOutputs,
-    gradient: Sequence[Callable[[BackwardOutputs], BackwardOutputs]], before: BackwardOutputs,
+    forward: Sequence[Callable[[ForwardOutputs], ForwardOutputs]], f_outputs: ForwardOutputs,
+    gradient: Sequence[Callable[[BackwardOutputs], BackwardOutputs]], b_outputs: BackwardOutputs,
     hooks: Sequence[Hook],
 ) -> tuple[ForwardOutputs, BackwardOutputs]:  # fmt: skip
     """Run F of a chunk and a gradient action of another; return the outputs of both.
@@ -35,22 +35,22 @@ def run_paired(
 
     Args:
       forward: F of every layer, in order.
-      made: input of F.
+      f_outputs: outputs before F; their y is the input of F.
       gradient: the gradient action of every layer, in order.
-      before: input of the gradient action.
+      b_outputs: outputs before the gradient action; their dx is its dy.
       hooks: `LayerKind.pair` of F's layers; None: the two layers run without order between them.
     """
     together = min(len(forward), len(gradient)) if any(hooks) else 0
     for ahead, back, hook in zip(forward[:together], gradient[:together], hooks):
         if hook is None:
-            made, before = ahead(made), back(before)
+            f_outputs, b_outputs = ahead(f_outputs), back(b_outputs)
         else:
-            run = lambda y, made=made, layer=ahead: layer(made._replace(y=y))  # noqa: E731
-            undo = lambda dx, left=before, layer=back: layer(left._replace(dx=dx))  # noqa: E731
-            made, before = run_in_rounds((run, made.y), (undo, before.dx), hook)
-            y, dx = lax.optimization_barrier((made.y, before.dx))
-            made, before = made._replace(y=y), before._replace(dx=dx)
-    return run_in_order(forward[together:], made), run_in_order(gradient[together:], before)
+            run = lambda y, f_outputs=f_outputs, layer=ahead: layer(f_outputs._replace(y=y))  # noqa: E731
+            undo = lambda dx, b_outputs=b_outputs, layer=back: layer(b_outputs._replace(dx=dx))  # noqa: E731
+            f_outputs, b_outputs = run_in_rounds((run, f_outputs.y), (undo, b_outputs.dx), hook)
+            y, dx = lax.optimization_barrier((f_outputs.y, b_outputs.dx))
+            f_outputs, b_outputs = f_outputs._replace(y=y), b_outputs._replace(dx=dx)
+    return run_in_order(forward[together:], f_outputs), run_in_order(gradient[together:], b_outputs)
 
 
 def run_in_rounds(forward: Work, gradient: Work, hook: Callable[[Names, Names], Any]) -> list[Tree]:

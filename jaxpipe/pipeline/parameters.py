@@ -57,13 +57,13 @@ class DeviceParameters:
         }
         masters = params | {"layers": jax.tree.map(lambda leaf: leaf[0], params["layers"])}
         dtype = execution.compute_dtype
-        held = masters
+        cast = masters
         if dtype is not None:
-            held = jax.tree.map(lambda leaf: leaf.astype(dtype), masters)
-        layers = held["layers"]
+            cast = jax.tree.map(lambda leaf: leaf.astype(dtype), masters)
+        layers = cast["layers"]
         if not execution.reshard_after_forward:
             layers = _whole(stored["layers"], layers)
-        ends, read = _whole(stored["embed_head"], held["embed_head"]), None
+        ends, read = _whole(stored["embed_head"], cast["embed_head"]), None
         if for_layers:
             over_pp = lambda how, leaf: how.as_consumed.gather(leaf, {PP})  # noqa: E731
             read = jax.tree.map(over_pp, stored["embed_head"], ends)
@@ -216,9 +216,9 @@ class DeviceParameters:
         )
 
 
-def _whole(stored: Tree, held: Tree) -> Tree:
+def _whole(stored: Tree, shards: Tree) -> Tree:
     """All-gather parameters for compute from this device's shards."""
-    return jax.tree.map(lambda how, leaf: how.gather_for_compute(leaf), stored, held)
+    return jax.tree.map(lambda how, leaf: how.gather_for_compute(leaf), stored, shards)
 
 
 def _map_sums(reduce: Callable[..., jax.Array], stored: Tree, sums: Tree) -> Tree:

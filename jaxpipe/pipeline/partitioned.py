@@ -141,8 +141,8 @@ def _bind(eqn: JaxprEqn, *operands: jax.Array, **changed: Any) -> list[jax.Array
     return list(result) if eqn.primitive.multiple_results else [result]
 
 
-# A rule takes an equation and its operands, of which one at least is sharded, and returns its
-# results; None: it does not apply, and the operands are gathered.
+# A rule takes an equation and its operands, at least one of them sharded, and returns the results,
+# or None: the rule does not apply, and the operands are gathered.
 
 
 def _elementwise(eqn: JaxprEqn, *operands: Shard) -> list[Shard]:
@@ -167,12 +167,12 @@ def _product(eqn: JaxprEqn, left: Shard, right: Shard) -> list[Shard]:
         return [Shard(lax.psum(result, TP))]
     if left.dim is not None:
         (result,) = _bind(eqn, left.value, right.gathered())
-        taken = [a for a, _ in batch + contracted]
-        free = [dim for dim in range(left.value.ndim) if dim not in taken]
+        summed_or_batch = [a for a, _ in batch + contracted]
+        free = [dim for dim in range(left.value.ndim) if dim not in summed_or_batch]
         return [Shard(result, len(batch) + free.index(left.dim))]
     (result,) = _bind(eqn, left.value, right.value)
-    taken = [b for _, b in batch + contracted]
-    free = [dim for dim in range(right.value.ndim) if dim not in taken]
+    summed_or_batch = [b for _, b in batch + contracted]
+    free = [dim for dim in range(right.value.ndim) if dim not in summed_or_batch]
     return [Shard(result, result.ndim - len(free) + free.index(right.dim))]
 
 
@@ -188,7 +188,7 @@ def _broadcast(eqn: JaxprEqn, x: Shard, *_: Shard) -> list[Shard]:
 
 
 def _reshape(eqn: JaxprEqn, x: Shard, *_: Shard) -> list[Shard] | None:
-    """Shards stay shards along a dim that begins where theirs does and that tp divides."""
+    """The result is sharded along a dim with the same outer elements, if tp divides its size."""
     before, after = x.full_shape, eqn.outvars[0].aval.shape
     for dim, size in enumerate(after):
         if prod(after[:dim]) == prod(before[: x.dim]) and size > 1 and not size % lax.axis_size(TP):

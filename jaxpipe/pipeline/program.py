@@ -55,13 +55,13 @@ class DeviceProgram:
     steps: int = 0
 
     def __call__(
-        self, params: Tree, batch: Tree, uncut: tuple[Tree, jax.Array | None], columns: TableRow
+        self, params: Tree, batch: Tree, unsharded: tuple[Tree, jax.Array | None], columns: TableRow
     ) -> StepOutput:
-        """Run the step; `uncut` holds the replicated inputs, variables and loss scale (or None)."""
+        """Run the step; `unsharded` are variables and loss scale, or None."""
         own = DeviceParameters.gather(
             params, self.shardings, self.execution, for_layers=self._reads_embed_head
         )
-        work, carry = self.start(own, batch, *uncut)
+        work, carry = self.start(own, batch, *unsharded)
         step, closing = work.step, closing_tick(self.tables, self.execution)
         columns = jax.tree.map(lambda column: column[:, 0], columns)
         carry = run_ticks(work, carry, columns, closing)

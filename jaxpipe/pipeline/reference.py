@@ -139,23 +139,23 @@ def step_ref(
     }
     trained = is_trained(specs)
     total, sides = select(trained, jax.tree.map(jnp.zeros_like, params)), []
-    every, every_aux, every_output = [], [], []
+    all_losses, all_aux, all_outputs = [], [], []
     for first in range(0, len(microbatches), slices):
         sequence = microbatches[first : first + slices]
         made = shares_and_gradients(params, [seen] * len(sequence), sequence)
-        (_, (losses, aux, outputs, more)), (gradients, left) = made
-        observed = [Aux(maxima=one) for of_slice in left for one in of_slice]
+        (_, (losses, aux, outputs, more)), (gradients, statistics) = made
+        observed = [Aux(maxima=maxima) for of_slice in statistics for maxima in of_slice]
         more[0] = reduce(_joined, observed, more[0])
-        every, every_aux = every + losses, every_aux + aux
-        every_output = every_output + outputs
+        all_losses, all_aux = all_losses + losses, all_aux + aux
+        all_outputs = all_outputs + outputs
         total = jax.tree.map(jnp.add, total, select(trained, gradients))
         sides += more
     stacked = lambda *of_each: jnp.stack(of_each)  # noqa: E731
-    outputs = jax.tree.map(stacked, *every_output or (None,))
+    outputs = jax.tree.map(stacked, *all_outputs or (None,))
     rows = jax.tree.map(stacked, *(side.per_example for side in sides))
     side = reduce(_joined, sides, Aux())._replace(per_example=rows)
-    aux_losses = jnp.stack(every_aux) if every_aux else None
-    return StepOutput(jnp.stack(every), total, side, outputs, jnp.stack(counts), aux_losses)
+    aux_losses = jnp.stack(all_aux) if all_aux else None
+    return StepOutput(jnp.stack(all_losses), total, side, outputs, jnp.stack(counts), aux_losses)
 
 
 def losses_and_gradients_ref(*args: Any, **kwargs: Any) -> tuple[jax.Array, Tree]:

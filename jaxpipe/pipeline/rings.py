@@ -51,8 +51,8 @@ def values_by_use(
     They are `separate` where residuals are offloaded to the host, and where cells pair F with B: in
     such a branch a shared ring buffer would make B wait for what F writes.
     """
-    kept, stashed = {"for_b": residuals.for_b, "for_w": residuals.for_w}, {"stash": stash}
-    return (kept, stashed) if separate else (kept | stashed, {})
+    stored, stashed = {"for_b": residuals.for_b, "for_w": residuals.for_w}, {"stash": stash}
+    return (stored, stashed) if separate else (stored | stashed, {})
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,8 @@ class RingBufferPlan:
 
     def _written_by(self, op: Op) -> tuple[str, ...]:
         """Return the names of the `RingBuffers` fields that an op writes."""
-        of_b = "residuals" if self.shares_stash else "stash"
-        by_op = {Op.F: ("residuals", "state"), Op.B: (of_b, "dstate"), Op.BW: ("dstate",), Op.W: ()}
-        return by_op[op]
+        of_b = (self._stash_field, "dstate")
+        return {Op.F: ("residuals", "state"), Op.B: of_b, Op.BW: ("dstate",), Op.W: ()}[op]
 
     def state_before(self, part: RingBuffers, row: TableRow, layer: Index) -> Tree:
         """Return the state that earlier slices of the sequence left; None without slices."""
@@ -135,26 +134,25 @@ class RingBufferPlan:
         return _read_or_zeros(part.state, slot, row.first_slice)
 
     def write_forward(
-        self, part: RingBuffers, made: Residuals, state: Tree, row: TableRow, layer: Index
+        self, part: RingBuffers, new: Residuals, state: Tree, row: TableRow, layer: Index
     ) -> RingBuffers:
         """Return the ring buffers of F with its residuals and state written to their slots."""
-        kept = self.residuals.write(part.residuals, "for_b", made.for_b, row.for_b_write, layer)
-        kept = self.residuals.write(kept, "for_w", made.for_w, row.for_w_write, layer)
+        rings = self.residuals.write(part.residuals, "for_b", new.for_b, row.for_b_write, layer)
+        rings = self.residuals.write(rings, "for_w", new.for_w, row.for_w_write, layer)
         if state is not None:
             state = buffers.write(part.state, state, layer * self.slots.state + row.state)
-        return RingBuffers(residuals=kept, state=state)
+        return RingBuffers(residuals=rings, state=state)
 
     def write_backward(
         self, part: RingBuffers, stash: tuple[Any, ...], dstate: tuple[Any, ...], row: TableRow,
         layer: Index,
     ) -> RingBuffers:  # fmt: skip
         """Return the ring buffers of B or BW with stash and dstate written; BW has no stash."""
-        if stash and self.shares_stash:
-            kept = self.residuals.write(part.residuals, "stash", stash, row.stash_write, layer)
-            part = part._replace(residuals=kept)
-        elif stash:
-            own = self.stash.write(part.stash, "stash", stash, row.stash_write, layer)
-            part = part._replace(stash=own)
+        if stash:
+            name = self._stash_field
+            store, rings = getattr(self, name), getattr(part, name)
+            rings = store.write(rings, "stash", stash, row.stash_write, layer)
+            part = part._replace(**{name: rings})
         if part.dstate:
             slot = layer * self.slots.dstate + row.dstate
             part = part._replace(dstate=buffers.write(part.dstate, dstate, slot))
@@ -164,14 +162,9 @@ class RingBufferPlan:
         """Read the inputs of a gradient action; only W reads a stash, and it reads no `for_b`."""
         for_w = self.residuals.read(rings.residuals, "for_w", row.for_w_read, layer)
         if op is Op.W:
-            store, held = (
-                (self.residuals, rings.residuals)
-                if self.shares_stash
-                else (self.stash, rings.stash)
-            )
-            return GradientInputs(
-                Residuals(None, for_w), store.read(held, "stash", row.stash_read, layer), None, ()
-            )
+            name = self._stash_field
+            stash = getattr(self, name).read(getattr(rings, name), "stash", row.stash_read, layer)
+            return GradientInputs(Residuals(None, for_w), stash, None, ())
         for_b = self.residuals.read(rings.residuals, "for_b", row.for_b_read, layer)
         state, dstate = None, ()
         if rings.state is not None:
@@ -183,14 +176,17 @@ class RingBufferPlan:
 
     def poison(self, rings: RingBuffers, use: str, slot: jax.Array) -> RingBuffers:
         """Return `rings` with poison in one slot of a use."""
-        if use in self.residuals.positions:
-            return rings._replace(residuals=self.residuals.poison(rings.residuals, use, slot))
-        return rings._replace(stash=self.stash.poison(rings.stash, use, slot))
+        name = "residuals" if use in self.residuals.positions else "stash"
+        return rings._replace(**{name: getattr(self, name).poison(getattr(rings, name), use, slot)})
 
     @property
     def shares_stash(self) -> bool:
         """Whether B writes the W stash into the ring buffers of residuals."""
         return "stash" in self.residuals.positions
+
+    @property
+    def _stash_field(self) -> str:
+        return "residuals" if self.shares_stash else "stash"
 
 
 def _read_or_zeros(ring: Tree, slot: jax.Array, begins: jax.Array) -> Tree:

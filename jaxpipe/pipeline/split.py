@@ -103,8 +103,8 @@ class LayerSplit:
         """
         known = self._known(context, residuals, dy)
         handed = (*self._crossing.stash, *self._crossing.gathered)
-        dx, vectors, rest = self._run_b(params, context, known, handed)
-        known |= dict(zip(handed, lax.optimization_barrier(rest)))
+        dx, vectors, for_w = self._run_b(params, context, known, handed)
+        known |= dict(zip(handed, lax.optimization_barrier(for_w)))
         matrices = self._run_w(params, context, known)
         either = lambda vector, matrix: matrix if vector is None else vector  # noqa: E731
         return dx, jax.tree.map(either, vectors, matrices, is_leaf=lambda leaf: leaf is None)
@@ -120,9 +120,9 @@ class LayerSplit:
         return self._run(params, context, known, self._ports.gradients_of_w)
 
     def _known(self, context: Context, residuals: Residuals, dy: Cotangent) -> dict[Var, Any]:
-        ports, kept = self._ports, self._crossing.residuals
+        ports, stored = self._ports, self._crossing.residuals
         known = dict(zip(jax.tree.leaves(ports.output.state), jax.tree.leaves(context.state)))
-        known |= dict(zip((*kept.for_b, *kept.for_w), (*residuals.for_b, *residuals.for_w)))
+        known |= dict(zip((*stored.for_b, *stored.for_w), (*residuals.for_b, *residuals.for_w)))
         known |= {ports.dy.value: dy.value} | dict(zip(ports.dy.state, dy.state))
         return known | self._seed(dy.loss)
 
@@ -138,11 +138,11 @@ class LayerSplit:
         effects: tuple[JaxprEqn, ...] = (),
     ) -> Tree:
         """Return the values of a tree of variables, given the parameters and the context."""
-        given = dict(zip(self._closed.jaxpr.constvars, self._closed.consts))
+        values = dict(zip(self._closed.jaxpr.constvars, self._closed.consts))
         data = params, context._replace(state=None)
-        given |= dict(zip(jax.tree.leaves((self._ports.params, self._ports.context)),
+        values |= dict(zip(jax.tree.leaves((self._ports.params, self._ports.context)),
                           jax.tree.leaves(data)))  # fmt: skip
-        return run_slice(self._closed.jaxpr, given | known, outputs, effects)
+        return run_slice(self._closed.jaxpr, values | known, outputs, effects)
 
 
 def inexact(tree: Tree) -> tuple[Any, ...]:
@@ -203,9 +203,9 @@ def split_layer(
         def differentiated(
             own: Weights, x: Any, floats: tuple[Any, ...], seen: Mapping[str, Any]
         ) -> Any:
-            given = iter(floats)
+            new = iter(floats)
             mixed = [
-                next(given) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf for leaf in leaves
+                next(new) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf for leaf in leaves
             ]
             params, embed_head = merge(trained, own, weights)
             state = jax.tree.unflatten(form, mixed)

@@ -63,9 +63,9 @@ class EmbedHeadFunction:
         known |= dict(zip(jax.tree.leaves(inputs), jax.tree.leaves(arguments)))
         return run_slice(closed.jaxpr, known, unrounded(closed.jaxpr, outputs))
 
-    def reset(self, total: Tree, anew: jax.Array) -> Tree:
-        """Return `total` with zeros for the used leaves where the flag `anew` is set."""
-        own = jax.tree.map(lambda leaf: jnp.where(anew, 0, leaf), select(self.used, total))
+    def reset(self, total: Tree, is_reset: jax.Array) -> Tree:
+        """Return `total` with zeros for the used leaves where the flag `is_reset` is set."""
+        own = jax.tree.map(lambda leaf: jnp.where(is_reset, 0, leaf), select(self.used, total))
         return merge(self.used, own, total)
 
     def unused(self, total: Tree) -> Tree:

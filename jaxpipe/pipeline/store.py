@@ -82,17 +82,17 @@ class RingStore:
         """
         lengths = ring_lengths(uses, slots_of)
         rings = {form: ring for ring, form in enumerate(lengths)}
-        taken = {form: np.zeros(len(slots_of), np.int32) for form in lengths}
+        next_slots = {form: np.zeros(len(slots_of), np.int32) for form in lengths}
         places = {}
         for use, values in uses.items():
-            strides, met, of_use = Counter(values), Counter(), []
+            strides, used, of_use = Counter(values), Counter(), []
             for form in values:
-                first = _of_this_rank(taken[form] + met[form])
+                first = _of_this_rank(next_slots[form] + used[form])
                 of_use.append(_Place(rings[form], first, strides[form]))
-                met[form] += 1
+                used[form] += 1
             for form, stride in strides.items():
                 slots = [getattr(rank, use) for rank in slots_of]
-                taken[form] = taken[form] + stride * np.array(slots, np.int32)
+                next_slots[form] = next_slots[form] + stride * np.array(slots, np.int32)
             places[use] = tuple(of_use)
         return cls(lengths, places, layers, on_host)
 

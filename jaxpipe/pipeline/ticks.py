@@ -76,9 +76,9 @@ def _of_tick(tables: Tables, tick: int) -> Tables:
 
 def _others_reduced(work: DeviceWork, carry: Carry) -> Carry:
     """Reduce the gradient sums of all chunks that have no gradient in the closing tick."""
-    left = {chunk for _, chunk in work.step.tables.gradients}
+    in_closing_tick = {chunk for _, chunk in work.step.tables.gradients}
     sums = [
-        totals if chunk in left else work.chunks[chunk].reduce(totals)
+        totals if chunk in in_closing_tick else work.chunks[chunk].reduce(totals)
         for chunk, totals in enumerate(carry.layer_gradients)
     ]
     return carry._replace(layer_gradients=tuple(sums))

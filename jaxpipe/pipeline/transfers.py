@@ -98,7 +98,7 @@ class Transfers:
         return loads
 
     def _send(self, loads: list[jax.Array], row: TableRow) -> tuple[jax.Array, ...]:
-        """Run one permute per direction, with lanes stacked, and return what it brings.
+        """Run one permute per direction, with lanes stacked, and return the received messages.
 
         With phased permutes (`turns`) a rank exchanges with one neighbour only, so a single permute
         carries both directions. All ranks take the branch of the tick's phase.

@@ -93,18 +93,18 @@ class UpdatingProgram:
         work, carry = program.start(own, batch, None, None)
         self._check(work)
         squares = jnp.zeros(program.steps, jnp.float32)
-        held = UpdatedState(params, moments, own.embed_head, own.layers, jnp.int32(0), squares)
+        state = UpdatedState(params, moments, own.embed_head, own.layers, jnp.int32(0), squares)
         ticks = _UpdatingTicks(work, own, program, self._stored, self.update)
         columns = jax.tree.map(lambda column: column[:, 0], columns)
-        (carry, held), _ = lax.scan(
-            lambda state, row: (ticks.tick(*state, row), None), (carry, held), columns
+        (carry, state), _ = lax.scan(
+            lambda both, row: (ticks.tick(*both, row), None), (carry, state), columns
         )
-        made = self._with_shared(
-            ParamSharding.scatter_from_owner, (held.params, held.moments), ticks.owned
+        stage_stacked = self._with_shared(
+            ParamSharding.scatter_from_owner, (state.params, state.moments), ticks.owned
         )
         losses = lax.psum((carry.losses, carry.aux_losses), (PP, *REPLICA_AXES))
-        squares = lax.psum(held.squares, (PP, *REPLICA_AXES, TP))
-        return UpdateOutputs(*made, *losses, work.step.counts, squares)
+        squares = lax.psum(state.squares, (PP, *REPLICA_AXES, TP))
+        return UpdateOutputs(*stage_stacked, *losses, work.step.counts, squares)
 
     @property
     def _stored(self) -> Tree:
@@ -162,7 +162,7 @@ class _UpdatingTicks:
     stored: Tree
     update: Update
 
-    def tick(self, carry: Carry, held: UpdatedState, row: TableRow) -> tuple[Carry, UpdatedState]:
+    def tick(self, carry: Carry, state: UpdatedState, row: TableRow) -> tuple[Carry, UpdatedState]:
         """Run one tick as a row of the tables says, with the update at its end, if any."""
         embed, shared = self.work.embed_head.embed, carry.embed_head_gradients
         sums = embed.unused(shared), carry.layer_gradients
@@ -170,31 +170,31 @@ class _UpdatingTicks:
         others, layers = lax.cond(row.steps.step_restart > 0, nothing, lambda: sums)
         shared = merge(embed.used, shared, others)
         carry = carry._replace(embed_head_gradients=shared, layer_gradients=layers)
-        carry = self._work(held).tick(carry, row)
+        carry = self._work(state).tick(carry, row)
         with jax.named_scope("update"):
-            held = lax.cond(
-                row.steps.step_complete > 0, partial(self._updated, carry, held), lambda: held
+            state = lax.cond(
+                row.steps.step_complete > 0, partial(self._updated, carry, state), lambda: state
             )
-        return carry, held
+        return carry, state
 
-    def _work(self, held: UpdatedState) -> DeviceWork:
+    def _work(self, state: UpdatedState) -> DeviceWork:
         """Return the device work with the parameters of this rank's current step."""
         work, step = self.work, self.work.step
-        own = replace(self.own, embed_head=held.embed_head, layers=held.layers)
-        head, aux = jax.tree.map(lambda of_steps: of_steps[held.done], (step.head, step.aux))
+        own = replace(self.own, embed_head=state.embed_head, layers=state.layers)
+        head, aux = jax.tree.map(lambda of_steps: of_steps[state.done], (step.head, step.aux))
         layout, runs = self.program.layout, self.program.runs
         chunks = own.chunks(layout, runs, work.kinds, mirrored=False)
         work = replace(work, chunks=chunks)
-        return work.with_step(embed_head=held.embed_head, head=head, aux=aux)
+        return work.with_step(embed_head=state.embed_head, head=head, aux=aux)
 
-    def _updated(self, carry: Carry, held: UpdatedState) -> UpdatedState:
+    def _updated(self, carry: Carry, state: UpdatedState) -> UpdatedState:
         gradients = self.own.gradients(
             carry.embed_head_gradients, carry.layer_gradients, None, reduced=False
         )
-        params, moments = self.update(gradients, held.moments, held.params)
+        params, moments = self.update(gradients, state.moments, state.params)
         own = DeviceParameters.gather(params, self.stored, self.own.execution)
-        squares = held.squares.at[held.done].add(self._square(gradients))
-        return UpdatedState(params, moments, own.embed_head, own.layers, held.done + 1, squares)
+        squares = state.squares.at[state.done].add(self._square(gradients))
+        return UpdatedState(params, moments, own.embed_head, own.layers, state.done + 1, squares)
 
     def _square(self, gradients: Tree) -> jax.Array:
         """Return the squared norm of gradients; replicated shards count on one device only."""
