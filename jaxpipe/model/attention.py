@@ -14,11 +14,13 @@ import jax.numpy as jnp
 
 from jaxpipe.contract import Aux, LayerOutput
 from jaxpipe.model.blocks import BlockKernel, KeyRange, PlainBlocks, count_halvings
-from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.fused import FusedBlocks, fused_attention
 from jaxpipe.model.packed import RowDocuments, packed_attention, shard_documents
 from jaxpipe.model.ring import RingLayout, ring_attention, slice_positions
 from jaxpipe.partition.sequence import FULL_SEQUENCE, FullSequence, query_blocks
+
+# Maps attention probabilities `[B, H, L, S]` from the `query`-th query and `key`-th key; or None.
+OnShares = Callable[..., jax.Array] | None
 
 
 class CachedKeys(NamedTuple):
@@ -59,7 +61,7 @@ class CausalAttention:
     def __call__(
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array,
         past: CachedKeys | None = None,
-        masks: Masks = NO_MASKS, documents: RowDocuments | None = None,
+        on_shares: OnShares = None, documents: RowDocuments | None = None,
         sink_H: jax.Array | None = None,
     ) -> tuple[jax.Array, CachedKeys | None]:  # fmt: skip
         """Return the attention output `[B, L, H, K]` and, with slices, the updated `past`.
@@ -68,7 +70,7 @@ class CausalAttention:
           q_BLHK, k_BLGK, v_BLGK: of the L tokens of this device's sequence shard, or of its shard
             of the current slice. Values, and the output, may be narrower than keys.
           past: keys and values of earlier slices; None without slices.
-          masks: attention dropout, which only the plain kernel applies.
+          on_shares: `OnShares`, which only the plain kernel calls.
           documents: of packed rows, where a query attends only to its own document; else None.
           sink_H: score of one more key of each head, whose value is 0 (an attention sink), or None.
 
@@ -85,7 +87,7 @@ class CausalAttention:
         if sink_H is not None:  # as one token of each neighbour, of which the first has the sinks
             sink_H = sequence.to_heads(sink_H[None, None, :, None])[0, 0, :, 0]
         exchanged = replace(self, sequence=sequence.after_exchange)
-        mixed_BLHK, past = exchanged._attend_locally(*own, past, masks, documents, sink_H)
+        mixed_BLHK, past = exchanged._attend_locally(*own, past, on_shares, documents, sink_H)
         if padding:
             mixed_BLHK = mixed_BLHK[..., :narrow]
         return sequence.to_tokens(mixed_BLHK), past
@@ -100,7 +102,7 @@ class CausalAttention:
 
     def _attend_locally(
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, past: CachedKeys | None,
-        masks: Masks, documents: RowDocuments | None, sink_H: jax.Array | None,
+        on_shares: OnShares, documents: RowDocuments | None, sink_H: jax.Array | None,
     ) -> tuple[jax.Array, CachedKeys | None]:  # fmt: skip
         """Attend with this device's heads; keys are local, all-gathered, or go round a ring."""
         sequence, length = self.sequence, q_BLHK.shape[1]
@@ -116,7 +118,7 @@ class CausalAttention:
         position_BL = None if documents is None else documents.positions
         place_L = begin + slice_positions(sequence, length)
         needs_blocks = self._needs_blocks(tokens, length, past, documents, sink_H is not None)
-        if needs_blocks and not masks.drops_shares:  # blocks have no dropout
+        if needs_blocks and not on_shares:
             key_range = KeyRange.of(place_L, len(q_BLHK), self.window, position_BL)
             of_keys = FULL_SEQUENCE if self._gathers else sequence
             layout = RingLayout(of_keys, tokens, self._blocks(length))
@@ -142,11 +144,10 @@ class CausalAttention:
             mixed_BLHK = fused_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, self.window)
         elif mask_B1LS is None:
             mixed_BLHK = causal_attention(
-                q_BLHK, k_BSGK, v_BSGK, self.window, masks, position_BL, sink_H
+                q_BLHK, k_BSGK, v_BSGK, self.window, on_shares, position_BL, sink_H
             )
         else:
-            dropout = masks.shares if masks.drops_shares else None
-            mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, dropout, sink_H)
+            mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, on_shares, sink_H)
         return mixed_BLHK, past
 
     @property
@@ -204,7 +205,7 @@ def _attention_mask(
 
 def causal_attention(
     q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, window: int = 0,
-    masks: Masks = NO_MASKS, position_BL: jax.Array | None = None,
+    on_shares: OnShares = None, position_BL: jax.Array | None = None,
     sink_H: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Attention of every token to itself and all tokens before it, `[B, L, H, K]`.
@@ -226,7 +227,7 @@ def causal_attention(
         return grouped_attention(
             q_BLHK[:, own], k_BLGK[:, keys], v_BLGK[:, keys],
             _attention_mask(jnp.arange(begin, end), jnp.arange(first, end), window, position),
-            partial(masks.shares, query=begin, key=first) if masks.drops_shares else None,
+            on_shares and partial(on_shares, query=begin, key=first),
             sink_H,
         )  # fmt: skip
 
@@ -235,12 +236,11 @@ def causal_attention(
 
 def grouped_attention(
     q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_B1LS: jax.Array,
-    dropout: Callable[[jax.Array], jax.Array] | None = None, sink_H: jax.Array | None = None,
+    on_shares: OnShares = None, sink_H: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """softmax(q k^T / sqrt(K)) v where the mask is true, `[B, L, H, K]`.
 
-    `dropout` is applied to the attention probabilities `[B, H, L, S]`; None: none. `sink_H`
-    is the score of one more key of each head, whose value is 0.
+    `sink_H` is the score of one more key of each head, whose value is 0.
 
     Ainslie et al. 2023 (grouped queries). `jax.nn.dot_product_attention` computes float64 scores in
     float32, and makes XLA on CPU transpose scores or probabilities six times per layer. Here they
@@ -264,8 +264,8 @@ def grouped_attention(
     else:
         share_BGRLS = _softmax_with_sinks(score_BGRLS, sink_H.reshape(1, g, -1, 1, 1).astype(wide))
         share_BGMS = share_BGRLS.reshape(score_BGMS.shape)
-    if dropout is not None:
-        share_BGMS = dropout(share_BGMS.reshape(b, h, length, keys)).reshape(score_BGMS.shape)
+    if on_shares is not None:
+        share_BGMS = on_shares(share_BGMS.reshape(b, h, length, keys)).reshape(score_BGMS.shape)
     mixed_BGMK = jnp.einsum("bgms,bgsk->bgmk", share_BGMS.astype(v_BGSK.dtype), v_BGSK)
     mixed_BLGRK = mixed_BGMK.reshape(*q_BGRLK.shape[:-1], -1).transpose(0, 3, 1, 2, 4)
     return mixed_BLGRK.reshape(b, length, h, -1).astype(dtype)

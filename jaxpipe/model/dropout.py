@@ -10,6 +10,7 @@ Shapes: B examples, L tokens, D model, H heads, S keys.
 """
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -63,9 +64,9 @@ class Masks(NamedTuple):
         return cls(dropout, _fold_in(key, samples_B.astype(jnp.uint32)), place_L, devices)
 
     @property
-    def drops_shares(self) -> bool:
-        """Whether `shares` drops attention probabilities."""
-        return bool(self.dropout.shares)
+    def on_shares(self) -> Callable[..., jax.Array] | None:
+        """`shares`; None: it drops nothing."""
+        return self.shares if self.dropout.shares else None
 
     def stream(self, x_BLD: jax.Array, site: Literal["embedding", "attention", "mlp"]) -> jax.Array:
         """Apply dropout to the stream, or to this device's shard of its tokens."""

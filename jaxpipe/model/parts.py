@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.model.attention import CachedKeys, CausalAttention
+from jaxpipe.model.attention import CachedKeys, CausalAttention, OnShares
 from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.packed import RowDocuments
 from jaxpipe.partition.devices import OneDevice
@@ -122,7 +122,7 @@ class LayerInputs(NamedTuple):
 
     Attributes:
       past: keys and values of earlier slices; None without slices.
-      masks: dropout masks.
+      masks: what is dropped in training.
       documents: the documents of packed rows; None: a row is one text.
       dot: multiplies with weights.
     """
@@ -131,6 +131,11 @@ class LayerInputs(NamedTuple):
     masks: Masks = NO_MASKS
     documents: RowDocuments | None = None
     dot: Dot = PLAIN_DOT
+
+    @property
+    def of_attention(self) -> tuple[CachedKeys | None, OnShares, RowDocuments | None]:
+        """The arguments of `CausalAttention` that are here."""
+        return self.past, self.masks.on_shares, self.documents
 
 
 class LayerParts(NamedTuple):

@@ -23,7 +23,7 @@ class BatchSharder:
     Attributes:
       config: the run's configuration.
       mesh: the mesh to put batches on.
-      numbered: whether batches contain sample numbers, which models with dropout need.
+      numbered: whether training batches contain the numbers of their samples, `samples`.
     """
 
     config: Config
@@ -87,7 +87,7 @@ class BatchSharder:
 
         Args:
           batch: arrays `[M, B, L]` by name, of the full batch or of this process's rows.
-          position: number in the run of the first sample, for dropout; None: nothing is dropped.
+          position: number in the run of the first sample; None: for `eval_step`, without numbers.
 
         Raises:
           ConfigError: rows should be packed but are not, documents of packed rows are not as the

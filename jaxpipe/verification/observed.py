@@ -42,7 +42,7 @@ class Observed(NamedTuple):
         old, new = (named_parameters(trainer, state.params) for state in (before, after))
         return cls(
             {
-                name: _sum_slices(np.asarray(values), slices)
+                name: np.asarray(values).reshape(-1, slices, *values.shape[1:]).sum(1)
                 for name, values in losses.items()
                 if values is not None
             },
@@ -123,7 +123,3 @@ def _error(got: np.ndarray | None, want: np.ndarray, floor: float) -> float:
 
 def _norm(arrays: Arrays) -> float:
     return float(np.sqrt(sum(np.sum(np.square(leaf)) for leaf in arrays.values())))
-
-
-def _sum_slices(values: np.ndarray, slices: int) -> np.ndarray:
-    return values.reshape(-1, slices, *values.shape[1:]).sum(1)

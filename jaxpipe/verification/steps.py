@@ -97,6 +97,14 @@ class Float64Trainer(Trainer):
         return after, Observed.of(self, state, after, metrics, outputs)
 
 
+def gpipe_on(config: Config, **mesh: int) -> ParallelConfig:
+    """GPipe on a mesh; in slices only where experts count their loads, which are of a slice."""
+    slices = config.parallel.slices if config.model.routed_experts else 1
+    return ParallelConfig(
+        **mesh, schedule="gpipe", slices=slices, vocab_parallel_pp=False, allow_underfilled=True
+    )
+
+
 @dataclass(frozen=True)
 class Reference:
     """Steps on one device: no pipeline, no mesh, plain experts, documents one by one.
@@ -109,11 +117,7 @@ class Reference:
     @cached_property
     def trainer(self) -> Float64Trainer:
         """The trainer of one device, whose update, metrics and form of the state are used."""
-        config, parallel = self.config, self.config.parallel
-        slices = parallel.slices if config.model.routed_experts else 1  # loads are of a slice
-        alone = ParallelConfig(
-            schedule="gpipe", slices=slices, vocab_parallel_pp=False, allow_underfilled=True
-        )
+        config, alone = self.config, gpipe_on(self.config)
         size = config.batch_shape["batch_size"]
         train = structs.replace(
             config.train, microbatch_size=size, loss_chunks=1, remat="none", offload_layers=0,

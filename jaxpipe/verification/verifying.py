@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from msgspec import structs
 
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
-from jaxpipe.config import Config, ParallelConfig
+from jaxpipe.config import Config
 from jaxpipe.parallel import StageLayout
 from jaxpipe.training.initial import full_parameters
 from jaxpipe.training.state import State
@@ -26,7 +26,7 @@ from jaxpipe.verification.observed import (
     named_parameters,
 )
 from jaxpipe.verification.problem import Batch, batch_of, float64_values
-from jaxpipe.verification.steps import Float64Trainer, Reference
+from jaxpipe.verification.steps import Float64Trainer, Reference, gpipe_on
 
 Say = Callable[[str], None]
 
@@ -145,10 +145,7 @@ def _on_another_mesh(config: Config) -> Config:
     train = structs.replace(
         config.train, microbatch_size=size // mesh["dp"], loss_chunks=1, offload_layers=0
     )
-    slices = parallel.slices if config.model.routed_experts else 1  # loads are of a slice
-    other = ParallelConfig(
-        **mesh, slices=slices, schedule="gpipe", vocab_parallel_pp=False, allow_underfilled=True
-    )
+    other = gpipe_on(config, **mesh)
     runtime = config.runtime
     if runtime.cpu_devices:
         runtime = structs.replace(runtime, cpu_devices=other.devices)

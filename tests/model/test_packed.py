@@ -141,7 +141,7 @@ def test_shares_are_dropped_within_documents():
         score = jnp.einsum("blhk,bshk->bhls", q, k) * 8**-0.5
         share = masks.shares(jax.nn.softmax(score, axis=-1, where=seen[:, None]))
         wanted = jnp.einsum("bhls,bshk->blhk", share, v)
-        found, _ = CausalAttention()(q, k, v, masks=masks, documents=of)
+        found, _ = CausalAttention()(q, k, v, on_shares=masks.on_shares, documents=of)
         real = of.segments >= 0
         equal([found[real]], [wanted[real]])
 

@@ -64,9 +64,7 @@ class LatentAttention(nnx.Module):
         key_BLHP = jnp.broadcast_to(key_BL1P, (*key_BLHN.shape[:3], config.qk_rope_head_dim))
         k_BLHK = jnp.concatenate([key_BLHN, key_BLHP], axis=-1)
         q_BLHK = self._rotated_queries(q_BLHK, positions_BL)
-        mixed_BLHV, past = self.parts.attend(
-            q_BLHK, k_BLHK, v_BLHV, given.past, given.masks, given.documents
-        )
+        mixed_BLHV, past = self.parts.attend(q_BLHK, k_BLHK, v_BLHV, *given.of_attention)
         mixed_BLX = mixed_BLHV.reshape(*x_BLD.shape[:2], -1)
         (made_BLD,) = given.dot(mixed_BLX, wo=self.wo[...])
         return devices.leave(made_BLD), past

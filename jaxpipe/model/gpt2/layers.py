@@ -48,8 +48,7 @@ class GPT2Attention(nnx.Module):
 
         products = dot(x_BLD, wq=self.wq[...], wk=self.wk[...], wv=self.wv[...])
         q_BLHK, k_BLHK, v_BLHK = map(heads, products, (self.bq, self.bk, self.bv))
-        past, masks, documents, _ = given
-        mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLHK, v_BLHK, past, masks, documents)
+        mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLHK, v_BLHK, *given.of_attention)
         (made_BLD,) = dot(mixed_BLHK.reshape(*x_BLD.shape[:2], -1), wo=self.wo[...])
         y_BLD = devices.leave(made_BLD)
         return y_BLD + broadcast_last(self.bo[...], y_BLD), past

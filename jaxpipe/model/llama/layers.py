@@ -88,10 +88,10 @@ class LlamaAttention(nnx.Module):
         if config.qk_norm:
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK, k_BLGK = self.place(q_BLHK, k_BLGK, positions_BL)
-        past, masks, documents, _ = given
+        past, on_shares, documents = given.of_attention
         documents = self.limit(documents, positions_BL)
         sink_H = self.sinks[...] if config.SINKS else None
-        mixed_BLHK, past = self.attend(q_BLHK, k_BLGK, v_BLGK, past, masks, documents, sink_H)
+        mixed_BLHK, past = self.attend(q_BLHK, k_BLGK, v_BLGK, past, on_shares, documents, sink_H)
         mixed_BLX = mixed_BLHK.reshape(*x_BLD.shape[:2], -1)
         (made_BLD,) = dot(mixed_BLX, wo=self.wo[...])
         y_BLD = devices.leave(made_BLD)
