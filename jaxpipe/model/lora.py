@@ -275,6 +275,13 @@ class _Adapted(Precision):
         return LoraDot(base, self.given, self.scale, self.drop, self.used)
 
 
+def with_fields(model: CausalDecoder | LoraDecoder, **fields: Any) -> CausalDecoder | LoraDecoder:
+    """The model with other values of these fields of `CausalDecoder`."""
+    if isinstance(model, LoraDecoder):
+        return replace(model, base=replace(model.base, **fields))
+    return replace(model, **fields)
+
+
 def adapter_shapes(shape: tuple[int, ...], rank: int) -> Adapter:
     """Shapes of the adapter of a weight `[..., in, out]`."""
     *experts, inputs, outputs = shape

@@ -45,16 +45,9 @@ def check_experts(config: Config) -> None:
 
 def check_recording(config: Config, processes: int = 1) -> None:
     """Raise `ConfigError` if a run with this number of processes cannot record routes."""
-    parallel = config.parallel
     if not config.model.routed_experts:
         raise ConfigError("--record-routes: model.n_experts=0, no token is routed; leave it out.")
     if processes > 1:
         raise ConfigError(
             f"--record-routes with {processes} processes: one writes the whole batch; use one."
-        )
-    if parallel.slices > 1 or parallel.cp > 1:
-        raise ConfigError(
-            f"--record-routes with parallel.slices={parallel.slices} and parallel.cp="
-            f"{parallel.cp}: routes are recorded of whole sequences, and replayed on any mesh; "
-            f"set both to 1."
         )

@@ -123,11 +123,11 @@ class BatchSharder:
         return shard_batch(batch, slices=parallel.slices, cp=parallel.cp, dp=dp, heads=heads)
 
     def restore(self, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Undo `deal`: values of a batch as the devices return them, in the order `[M, B, L]`."""
-        places = np.arange(math.prod(shape)).reshape(shape)
-        whole = np.empty(places.size, values.dtype)
+        """Undo `deal`: values of a batch as devices return them, in the order `[M, B, L, ...]`."""
+        places, of_token = np.arange(math.prod(shape)).reshape(shape), values.shape[len(shape) :]
+        whole = np.empty((places.size, *of_token), values.dtype)
         whole[self.deal({"inputs": places})["inputs"]] = values
-        return whole.reshape(shape)
+        return whole.reshape(*shape, *of_token)
 
     def _placed(self, leaf: np.ndarray, own: int, first: int) -> jax.Array:
         """The global array; `leaf` holds the rows of `own` examples from example `first` on."""

@@ -1,44 +1,25 @@
-"""Recording of expert routing: a batch together with its routes, in the form for replay."""
+"""Recording of expert routing: a batch together with its routes, in a file for replay."""
 
 import contextlib
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 
 from jaxpipe.config import ConfigError
 from jaxpipe.data.batches import DataSplit
-from jaxpipe.model.moe.balance import ROUTES
+from jaxpipe.training.scores import BatchScores
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
 
 def record(trainer: Trainer, data: DataSplit, state: State, samples: int, path: Path) -> None:
-    """Write the batch that starts at position `samples` of `data`, with its routes, to `path`."""
-    with contextlib.closing(data.batches(samples, **trainer.sharder.sizes)) as batches:
-        write(path, recorded(trainer, state, next(batches)))
+    """Write the batch that starts at position `samples` of `data`, with its routes, to `path`.
 
-
-def recorded(trainer: Trainer, state: State, batch: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The host batch with `routes [M, B, L, sparse layers, experts_per_token]` added.
-
-    The routes come from a forward pass. `Trainer.put` accepts the result on any mesh of the same
-    model, and steps on it then use these routes.
+    `Trainer.put` accepts it on any mesh of the same model, and steps on it use these routes.
     """
-    return batch | {ROUTES: np.asarray(routes_of(trainer)(state, trainer.put(batch)))}
-
-
-def routes_of(trainer: Trainer) -> Any:
-    """Compiled `(state, batch) -> routes`, which runs the forward-only pass."""
-    functions = replace(trainer.model, recorded=True).functions
-    pipeline = replace(trainer.pipeline, functions=functions)
-
-    def routes(state: State, batch: Any) -> jax.Array:
-        return pipeline.forward(state.params, batch, state.variables).aux.per_example[ROUTES]
-
-    return jax.jit(routes, in_shardings=(trainer.state_shardings, trainer.sharder.sharding))
+    with contextlib.closing(data.batches(samples, **trainer.sharder.sizes)) as batches:
+        scores = BatchScores(trainer)
+        write(path, scores.record_routes(state.params, next(batches), state.variables))
 
 
 def write(path: Path, batch: dict[str, np.ndarray]) -> None:

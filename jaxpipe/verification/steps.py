@@ -11,7 +11,7 @@ from msgspec import structs
 from jaxpipe.config import Config, DataConfig, ParallelConfig
 from jaxpipe.contract import StageFunctions
 from jaxpipe.model.ahead import rows_ahead
-from jaxpipe.model.lora import LoraDecoder
+from jaxpipe.model.lora import with_fields
 from jaxpipe.model.moe.reference import one_hot
 from jaxpipe.pipeline import Execution, Pipeline
 from jaxpipe.pipeline.reference import StepOutput, step_ref
@@ -138,10 +138,7 @@ class Reference:
     @cached_property
     def functions(self) -> StageFunctions:
         """The model's functions, with experts that all take all tokens."""
-        model = self.trainer.model
-        if isinstance(model, LoraDecoder):
-            return replace(model, base=replace(model.base, dispatch=one_hot)).functions
-        return replace(model, dispatch=one_hot).functions
+        return with_fields(self.trainer.model, dispatch=one_hot).functions
 
     def init(self) -> State:
         """The state of step 0 in float64."""

@@ -163,9 +163,9 @@ def test_recorded_routes_are_trained_on_elsewhere(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
-    [([], "model.n_experts=0"), ([*SIZES, "parallel.cp=2"], "parallel.cp=2: routes are recor")],
+    ("overrides", "processes", "message"),
+    [([], 1, "model.n_experts=0"), (SIZES, 2, "with 2 processes: one writes the whole batch")],
 )
-def test_routes_that_cannot_be_recorded(overrides, message):
+def test_routes_that_cannot_be_recorded(overrides, processes, message):
     with pytest.raises(ConfigError, match=message):
-        check_recording(configs.load(SMALL, overrides))
+        check_recording(configs.load(SMALL, overrides), processes)

@@ -12,9 +12,12 @@ from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.planning.checks import check_settings
+from jaxpipe.training.batch_sharder import random_batch
 from jaxpipe.training.scores import BatchScores
 from jaxpipe.training.trainer import Trainer
 from jaxpipe.training.weights import stream_weights
+from jaxpipe.verification.observed import compare
+from jaxpipe.verification.verifying import Verification
 
 HOME = Path(__file__).parents[2]
 PAGE = (HOME / "jaxpipe" / "training" / "README.md").read_text()
@@ -25,6 +28,8 @@ SMALLER = (
     "train.grad_accum_steps=4", "train.microbatch_size=4", "parallel.schedule=zb_h1",
     "runtime.cpu_devices=4",
 )  # fmt: skip
+ROWS = 'train.loss_rows=["advantages", "old_logprobs"]'
+EXPERTS = ("model.n_experts=4", "model.experts_per_token=2", "model.d_expert=16")
 
 
 @pytest.fixture
@@ -46,24 +51,28 @@ def load(path, overrides):
     return config
 
 
-def test_the_iteration_of_the_page(module, monkeypatch):
-    """Its step equals autograd's on one device, and favours what had a high reward."""
+@pytest.mark.parametrize("experts", [(), EXPERTS], ids=["dense", "experts"])
+def test_the_iteration_of_the_page(module, experts):
+    """Its loss is that of ratios of 1, and its step favours what had a high reward."""
     assert len(SECTION.splitlines()) <= 30
-    config = module(MODULE, 'train.loss_rows=["advantages", "old_logprobs"]')
+    config = module(MODULE, ROWS, *experts)
     shape = (*config.batch_shape.values(), config.train.seq_len + 1)
     ids = np.random.default_rng(0).integers(0, 256, shape, np.int32)
-    targets = np.where(np.arange(shape[-1] - 1) < 4, IGNORE, ids[..., 1:]).astype(np.int32)
+    prompts = np.arange(shape[1])[:, None] + 1  # of differing lengths, so that rows count unequally
+    targets = np.where(np.arange(shape[-1] - 1) < prompts, IGNORE, ids[..., 1:]).astype(np.int32)
     batch, sent = {"inputs": ids[..., :-1], "targets": targets}, []
     names = {
-        "Trainer": OnFourDevices, "BatchScores": BatchScores, "np": np, "configs": Configs,
+        "Trainer": OnFourDevices, "BatchScores": BatchScores, "np": np, "configs": Configs(experts),
         "stream_weights": stream_weights, "generate": lambda state: batch, "send": sent.extend,
         "rewards": lambda batch: (batch["targets"] % 2 == 0).mean(-1),
     }  # fmt: skip
     exec(ITERATION, names)
     trainer, metrics, rows = names["trainer"], names["metrics"], names["rows"]
-    after = names["score"](names["state"].params, batch).logprobs_BL
+    after = names["score"](names["state"].params, names["batch"]).logprobs_BL
+    assert ("routes" in names["batch"]) == bool(experts)
     counts = targets != IGNORE
     want = -(rows["advantages"] * counts).sum() / counts.sum()  # every ratio is 1
+    assert abs(want) > 0.01
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-4, atol=1e-6)
     gained = ((after - names["old"]) * rows["advantages"]).sum(-1)
     assert gained.mean() > 0
@@ -81,9 +90,41 @@ class OnFourDevices(Trainer):
 
 
 class Configs:
-    """`jaxpipe.config`, with smaller settings."""
+    """`jaxpipe.config`, with smaller settings and others."""
 
-    load = staticmethod(load)
+    def __init__(self, more):
+        self.more = more
+
+    def load(self, path, overrides):
+        return load(path, [*overrides, *self.more])
+
+
+def test_a_step_that_replays_routes_equals_one_device(module):
+    """Experts chosen by an older policy, and the loss of advantages and old log-probabilities."""
+    with jax.enable_x64(True):
+        steps = Verification(module(MODULE, ROWS, *EXPERTS), say=lambda text: None)
+        trainer, batch, score = steps.trainer, steps.batches[0], BatchScores(steps.trainer)
+        older = trainer.init()
+        own = score.record_routes(steps.begin.params, batch, steps.begin.variables)
+        batch = score.record_routes(older.params, batch, older.variables)
+        assert (batch["routes"] != own["routes"]).any()
+        _, got = trainer.observe(steps.begin, trainer.put(batch))
+        _, want = steps.reference.observe(steps.reference.init(), batch, 0)
+        assert max(one.error for one in compare(got, want)) < 1e-12
+
+
+def test_routes_are_recorded_in_the_order_of_the_batch():
+    """Of sequence shards and slices, and with adapters."""
+    more = ("lora.rank=2", "parallel.cp=2", "parallel.slices=2", "parallel.schedule=1f1b")
+    other = ("parallel.dp=1", "parallel.cp=1", "parallel.slices=1", "runtime.cpu_devices=2")
+    found = []
+    for overrides in (more, (*more, *other)):
+        config = load("configs/quickstart.toml", [*EXPERTS, *overrides])
+        trainer = Trainer.resolve(config, jax.devices()[: config.parallel.devices])
+        state, batch = trainer.init(), random_batch(config)
+        found.append(BatchScores(trainer).record_routes(state.params, batch)["routes"])
+    np.testing.assert_array_equal(*found)
+    assert found[0].shape == (4, 4, 16, 2, 2)
 
 
 MEAN = "import jax.numpy as jnp\ndef loss(logprobs, rows):\n    "
@@ -112,7 +153,7 @@ def test_refusals(module, text, overrides, sentence):
 
 
 def test_a_batch_without_a_row(module):
-    config = module(MODULE, 'train.loss_rows=["advantages", "old_logprobs"]')
+    config = module(MODULE, ROWS)
     trainer = OnFourDevices.resolve(config)
     shape = (*config.batch_shape.values(), config.train.seq_len)
     batch = dict.fromkeys(("inputs", "targets", "advantages"), np.zeros(shape, np.int32))

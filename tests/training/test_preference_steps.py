@@ -1,10 +1,13 @@
 """Steps of pairs of answers (DPO) under every schedule, against one device in float64."""
 
 import jax
+import numpy as np
 import pytest
 
 from jaxpipe import config as configs
 from jaxpipe import schedule as schedules
+from jaxpipe.model.loss import IGNORE
+from jaxpipe.model.preference import DpoLoss
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.verification.observed import compare
 from jaxpipe.verification.verifying import Verification
@@ -67,3 +70,22 @@ def test_a_step_equals_one_device(path, name):
     _, first = steps.first
     found = {one.what: one for one in compare(first, steps.want[0])}
     assert max(one.error for one in found.values()) < BOUND
+
+
+def test_the_loss_and_its_metrics_written_out():
+    """With smoothing, and a last pair that has no target and does not count."""
+    rng = np.random.default_rng(0)
+    counts = (rng.random((6, 5)) < 0.6) & (np.arange(6) < 4)[:, None]
+    ours, reference = -rng.exponential(size=(2, 6, 5))
+    rows = {"targets": np.where(counts, 1, IGNORE), "reference": reference}
+    total, count, metrics = DpoLoss(0.5, 0.1)(np.where(counts, ours, 0), rows)
+    chosen, rejected = 0.5 * np.where(counts, ours - reference, 0).sum(1).reshape(3, 2)[:2].T
+    sigmoid = 1 / (1 + np.exp(rejected - chosen))
+    want = -0.9 * np.log(sigmoid) - 0.1 * np.log(1 - sigmoid)
+    np.testing.assert_allclose(total, want.sum(), rtol=1e-12)
+    assert count == 2
+    means = {name: float(value) for name, value in metrics.items()}
+    assert means == pytest.approx({
+        "reward_chosen": chosen.sum(), "reward_rejected": rejected.sum(),
+        "reward_accuracy": (chosen > rejected).sum(),
+    }, rel=1e-12)  # fmt: skip
