@@ -6,6 +6,7 @@ writes it, with the text that counts in brackets.
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,14 @@ from jaxpipe.data.token_files import open_documents
 from jaxpipe.data.tokenizing import load_tokenizer
 
 STORED = Path(__file__).parents[1] / "data" / "chat_templates"
-STYLES = ("chatml", "llama3", "mistral", "deepseek")
+BY_PREFIX = ("chatml", "llama3", "mistral", "deepseek")
+STYLES = (*BY_PREFIX, "harmony")  # its last reply ends otherwise, so that prefixes do not show it
 ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>"}
-ENDS["deepseek"] = "<\uff5cend▁of▁sentence\uff5c>"
+ENDS |= {"deepseek": "<\uff5cend▁of▁sentence\uff5c>", "harmony": "<|return|>"}
 TOKENS = [
     "<s>", *ENDS.values(), "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>",
     "<|eom_id|>", "[INST]", "[/INST]", "[TOOL_CALLS]", "<\uff5cUser\uff5c>",
-    "<\uff5cAssistant\uff5c>",
+    "<\uff5cAssistant\uff5c>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>",
 ]  # fmt: skip
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é<"}}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -66,7 +68,7 @@ def write_model(folder: Path, end: str, template: Any = None) -> Path:
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=330,
+        vocab_size=336,
         special_tokens=TOKENS,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )
@@ -109,38 +111,66 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=4).map("".join)
 
 
 @st.composite
-def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
+def conversations(draw: st.DrawFn, calls: bool = True) -> list[dict[str, Any]]:
     messages = [says("system", draw(TEXTS))] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 3))):
         messages.append(says("user", draw(TEXTS)))
-        if draw(st.booleans()):
-            call = {"function": {"name": draw(TEXTS), "arguments": {draw(TEXTS): 1}}}
+        if calls and draw(st.booleans()):
+            call = {
+                "type": "function",
+                "function": {"name": draw(TEXTS), "arguments": {draw(TEXTS): 1}},
+            }
             messages += [says("assistant", "", tool_calls=[call]), says("tool", draw(TEXTS))]
         messages.append(says("assistant", draw(TEXTS)))
     return messages + ([says("user", draw(TEXTS))] if draw(st.booleans()) else [])
 
 
-def test_ids_and_masks_are_those_of_transformers(model: Path) -> None:
+def compare_with_transformers(folder: Path, examples: int) -> None:
+    """Compare ids and masks of random conversations, with calls and reasoning that it writes."""
     transformers = pytest.importorskip("transformers")
-    library = transformers.AutoTokenizer.from_pretrained(model)
-    tokenizer, records = load_tokenizer(str(model)), converter(model)
+    library = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer, records = load_tokenizer(str(folder)), converter(folder)
+    reads = load_chat_template(str(folder)).keys(has_tools=False)
+    tool = {"type": "function", "function": TOOL["function"] | {"description": "a sum"}}
 
-    @settings(max_examples=60, deadline=None)
-    @given(conversations(), st.booleans())
+    @settings(max_examples=examples, deadline=None)
+    @given(conversations("tool_calls" in reads), st.booleans())
     def compare(messages: list[dict[str, Any]], has_tools: bool) -> None:
+        tools = [tool] if has_tools and "tools" in reads else None
+        if "thinking" in reads:
+            messages = [
+                one | ({"thinking": one["content"] + "?"} if one["role"] == "assistant" else {})
+                for one in messages
+            ]
         theirs = library.apply_chat_template(
             messages,
-            tools=[TOOL] if has_tools else None,
+            tools=tools,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
-        record = {"messages": messages} | ({"tools": [TOOL]} if has_tools else {})
+        record = {"messages": messages} | ({"tools": tools} if tools else {})
         (ours,) = tokenizer.encode([records.passages(record)])
         assert ours.ids.tolist() == theirs["input_ids"]
         assert ours.counted.tolist() == [bool(flag) for flag in theirs["assistant_masks"]]
+        assert ours.counted.any()
 
     compare()
+
+
+@pytest.mark.parametrize("examples", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_ids_and_masks_are_those_of_transformers(model: Path, examples: int) -> None:
+    compare_with_transformers(model, examples)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3", "deepseekv3", "gptoss"])
+def test_templates_as_published(tmp_path: Path, name: str) -> None:
+    """Those that the package trl has, in which it put the tag."""
+    if (trl := find_spec("trl")) is None:
+        pytest.skip("trl is not installed")
+    stored = Path(trl.submodule_search_locations[0]) / "chat_templates" / f"{name}_training.jinja"
+    folder = write_model(tmp_path / name, "</s>", stored.read_text("utf-8"))
+    compare_with_transformers(folder, 500)
 
 
 def test_a_conversation_is_written_as_stored(model: Path) -> None:
@@ -152,6 +182,7 @@ def test_a_conversation_is_written_as_stored(model: Path) -> None:
     assert learned == "".join(text for text, counts in passages if counts)
 
 
+@pytest.mark.parametrize("model", BY_PREFIX, indirect=True)
 @settings(max_examples=60, deadline=None)
 @given(conversations(), st.booleans())
 def test_prefixes_find_the_text_of_generation_tags(
@@ -168,6 +199,7 @@ def test_prefixes_find_the_text_of_generation_tags(
         assert flagged(RecordConverter().passages(record)) == (text, counted)
 
 
+@pytest.mark.parametrize("model", BY_PREFIX, indirect=True)
 @pytest.mark.parametrize("tagged", [True, False])
 def test_switches_choose_among_the_assistants_messages(model: Path, tagged: bool) -> None:
     def learned(**record: Any) -> str:

@@ -50,7 +50,7 @@ def _float64():
         yield
 
 
-@pytest.mark.slow(unless=["1f1b", "zb_h1"])
+@pytest.mark.slow(unless=["zb_h1"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_equals_one_device(tmp_path, name):
     path = tmp_path / "adapters.toml"

@@ -73,6 +73,10 @@ class Recorder:
         self.events.append(("evaluate", state.step))
         return 2.0, np.int32([3, 5])
 
+    def tasks(self, state):
+        self.events.append(("tasks", state.step))
+        return {"tasks/one/acc": state.step / 10}
+
     def rates(self, step, tokens, seconds, skipped, contents):
         assert (tokens, contents) == (step * SAMPLES * 32, None)
         return {"lr": 0.1, "step_seconds": seconds}
@@ -99,7 +103,9 @@ class Recorder:
                 CompiledSteps, "_compiled_by_all", lambda _, name, program, *args: program
             )
             fresh = State(None, None, 0, None, StepGuard.fresh(self.config.train))
-            return TrainLoop(self, self, self, self, log).loop(fresh, DataPosition())
+            tasks = self.tasks if self.config.train.evaluate_every else None
+            training = TrainLoop(self, self, self, self, log, tasks=tasks)
+            return training.loop(fresh, DataPosition())
 
     def order(self, *names):
         return [event for event in self.events if event[0] in names]
@@ -150,17 +156,20 @@ def test_the_first_step_logs_the_time_from_the_command_by_phase(tmp_path):
 
 def test_what_looks_at_the_state_reads_its_step_first(tmp_path):
     often = ["train.eval_every=3", "train.eval_steps=1", "checkpoint.every=2", "train.steps=5"]
-    recorder = Recorder(tmp_path, *often)
+    recorder = Recorder(tmp_path, *often, "train.evaluate_every=4")
     assert recorder.run() == 0
-    assert recorder.order("dispatch", "read", "evaluate", "log", "save") == [
+    assert recorder.order("dispatch", "read", "evaluate", "tasks", "log", "save") == [
         ("dispatch", 1),
         ("dispatch", 2), ("read", 1), ("log", 1), ("read", 2), ("log", 2), ("save", 2),
         ("dispatch", 3), ("read", 3), ("evaluate", 3), ("log", 3),
-        ("dispatch", 4), ("read", 4), ("log", 4), ("save", 4),
-        ("dispatch", 5), ("read", 5), ("evaluate", 5), ("log", 5), ("save", 5),
+        ("dispatch", 4), ("read", 4), ("tasks", 4), ("log", 4), ("save", 4),
+        ("dispatch", 5), ("read", 5), ("evaluate", 5), ("tasks", 5), ("log", 5), ("save", 5),
     ]  # fmt: skip
     assert recorder.position == 5 * SAMPLES
-    assert [line["step"] for line in recorder.lines() if "eval_loss" in line] == [3, 5]
+    lines = {line["step"]: line for line in recorder.lines()}
+    assert [step for step, line in lines.items() if "eval_loss" in line] == [3, 5]
+    found = {step: line["tasks/one/acc"] for step, line in lines.items() if "tasks/one/acc" in line}
+    assert found == {4: 0.4, 5: 0.5}
 
 
 @pytest.mark.parametrize("when", [("batch", 3), ("dispatch", 3), ("read", 2)])
