@@ -125,6 +125,10 @@ def test_routes_are_recorded_in_the_order_of_the_batch():
         found.append(BatchScores(trainer).record_routes(state.params, batch)["routes"])
     np.testing.assert_array_equal(*found)
     assert found[0].shape == (4, 4, 16, 2, 2)
+    batch["inputs"] = np.where(np.arange(4)[:, None] == 1, 7, batch["inputs"]).astype(np.int32)
+    other = BatchScores(trainer).record_routes(state.params, batch)["routes"]
+    differs = (other != found[1]).any(axis=(0, 2, 3, 4))
+    np.testing.assert_array_equal(differs, np.arange(4) == 1)  # of the row that changed, alone
 
 
 MEAN = "import jax.numpy as jnp\ndef loss(logprobs, rows):\n    "
