@@ -136,6 +136,7 @@ def module_and_words(words):
     if first.startswith("./launch/") and (script := Path(first).name) in SCRIPTS:
         return SCRIPTS[script], rest
     if first == "./launch/local_multiprocess.sh":
+        rest = rest[rest[0] == "--restart" :]
         assert rest[0].isdecimal()
         return "train", rest[1:]
     if first == "sbatch":

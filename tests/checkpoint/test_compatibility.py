@@ -106,7 +106,8 @@ def test_another_optimizer_is_named(starts, name, capsys):
 
 
 OTHER = {int: lambda value: value + 1, float: lambda value: value * 2 + 0.25,
-         bool: lambda value: not value, str: lambda value: value + "x"}  # fmt: skip
+         bool: lambda value: not value, str: lambda value: value + "x",
+         tuple: lambda value: (*value, 0.25)}  # fmt: skip
 
 
 def other_value(hint, value):

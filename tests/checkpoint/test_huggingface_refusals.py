@@ -46,7 +46,7 @@ CONFIG_CHANGES = {
             "original_max_position_embeddings": 8192,
         }
     },
-    "scales its rotary positions .rope_type 'longrope'": {"rope_scaling": {"type": "longrope"}},
+    "scales its rotary positions .rope_type 'su'": {"rope_scaling": {"type": "su"}},
     "has no factor in its rope_scaling of the type 'linear'": {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}
     },
