@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 
 from jaxpipe import train
-from jaxpipe.checkpoint import store
+from jaxpipe.runtime import storage
 from jaxpipe.runtime.position import PHASES
 from jaxpipe.training import loop
 
@@ -72,9 +72,7 @@ def in_start(stuck):
 
 
 def in_save(stuck):
-    store._create_and_probe = at_call(
-        2, store._create_and_probe, stuck
-    )  # the first call is before the run
+    storage.probe = at_call(2, storage.probe, stuck)  # the first call is before the run
 
 
 def in_background_save(stuck):
