@@ -22,24 +22,6 @@ VECTOR = 4 * 128  # bytes: a norm's gain, which may be copied
 
 @pytest.mark.slow
 @needs_compiler
-def test_the_compiled_step_is_written_for_a_run_to_load(tmp_path):
-    """On a GPU; none has loaded it."""
-    code, _, errors = plan("--check-gpu", "h100", "--save", str(tmp_path))
-    assert code == 0, errors
-    (file,) = tmp_path.iterdir()
-    about, _, content = file.read_bytes().partition(b"\n")
-    assert json.loads(about)["the kind of device"] == "NVIDIA H100 80GB HBM3"
-    assert json.loads(about)["the number of devices"] == 8
-    assert len(content) > 10_000
-
-
-def test_a_step_is_saved_only_if_it_is_compiled(capsys):
-    assert main([SMALL, "--save", "programs"]) == 2
-    assert "error: --save writes what --check-gpu compiles" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 @pytest.mark.parametrize(
     ("schedule", "pp", "dp"),
