@@ -79,7 +79,7 @@ class BatchSharder:
         rows = {name: floats if name in self.config.loss_rows else ids for name in names}
         return {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding)
-            for name, leaf in jax.eval_shape(self.deal, rows).items()
+            for name, leaf in jax.eval_shape(self.shard, rows).items()
         }
 
     def put(self, batch: dict[str, Any], position: int | None = None) -> dict[str, jax.Array]:
@@ -103,7 +103,7 @@ class BatchSharder:
             numbers = position + np.arange(microbatches)[:, None] * size + first + np.arange(own)
             numbers = (numbers % 2**31).astype(np.int32)[..., None]
             batch = batch | {"samples": np.broadcast_to(numbers, (microbatches, own, length))}
-        return {name: self._placed(leaf, own, first) for name, leaf in self.deal(batch).items()}
+        return {name: self._placed(leaf, own, first) for name, leaf in self.shard(batch).items()}
 
     def _with_known_padding(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch with `real` (1 at tokens, 0 at padding) only if experts need it."""
@@ -114,7 +114,7 @@ class BatchSharder:
             )
         return {name: leaf for name, leaf in batch.items() if name != REAL or name in self.leaves}
 
-    def deal(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Split arrays `[M, B, L]` into sequence slices and order them by sequence shard."""
         parallel = self.config.parallel
         own = next(iter(batch.values())).shape[1]
@@ -123,10 +123,10 @@ class BatchSharder:
         return shard_batch(batch, slices=parallel.slices, cp=parallel.cp, dp=dp, heads=heads)
 
     def restore(self, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Undo `deal`: values of a batch as devices return them, in the order `[M, B, L, ...]`."""
+        """Undo `shard`: values of a batch as devices return them, in the order `[M, B, L, ...]`."""
         places, of_token = np.arange(math.prod(shape)).reshape(shape), values.shape[len(shape) :]
         whole = np.empty((places.size, *of_token), values.dtype)
-        whole[self.deal({"inputs": places})["inputs"]] = values
+        whole[self.shard({"inputs": places})["inputs"]] = values
         return whole.reshape(*shape, *of_token)
 
     def _placed(self, leaf: np.ndarray, own: int, first: int) -> jax.Array:

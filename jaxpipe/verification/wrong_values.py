@@ -36,7 +36,7 @@ def shift_positions(batch: Tree, trainer: Float64Trainer) -> Tree:
         length = batch["inputs"].shape[2] * config.parallel.cp * slices
         sizes = (*config.batch_shape.values(), length)
         every = np.broadcast_to(np.arange(length, dtype=np.int32), sizes)
-        positions = jnp.asarray(trainer.sharder.deal({"positions": every})["positions"])
+        positions = jnp.asarray(trainer.sharder.shard({"positions": every})["positions"])
     late = (positions > 1) & (jnp.arange(len(positions)) < slices)[:, None, None]
     return batch | {"positions": positions + late.astype(positions.dtype)}
 
