@@ -30,10 +30,11 @@ from jaxpipe.runtime import position, processes
 from jaxpipe.runtime.arrival import arriving
 from jaxpipe.runtime.devices import check_devices
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
-from jaxpipe.runtime.storage import open_path
+from jaxpipe.runtime.storage import AnyPath, open_path
 from jaxpipe.schedule import ScheduleError
 
 if TYPE_CHECKING:
+    from jaxpipe.checkpoint.local_saves import LocalSaves
     from jaxpipe.data.sources import RunData
 
 
@@ -235,6 +236,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
                 asynchronous=config.checkpoint.asynchronous,
                 keying=StateKeying(trainer.layout, trainer.sharding),
                 say=progress.say,
+                local=_local_saves(config, spool.shared),
             )
         )
         if only_seed:
@@ -271,6 +273,15 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             tasks = RunTasks.open(trainer, ServingFiles.from_meta(checkpoints.carried))
         training = TrainLoop(trainer, data, checkpoints, progress, log, exports, tasks, spool)
         return training.loop(state, seen)
+
+
+def _local_saves(config: Config, directory: AnyPath) -> "LocalSaves | None":
+    """The local saves of the run in this directory; None if it makes none."""
+    if not config.checkpoint.local_every:
+        return None
+    from jaxpipe.checkpoint.local_saves import LocalSaves, run_word
+
+    return LocalSaves(Path(config.checkpoint.local_dir), run_word(directory))
 
 
 def _data(config: Config, directory: Path) -> "RunData":

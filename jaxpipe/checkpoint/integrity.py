@@ -46,6 +46,12 @@ def has_checksums(meta: Meta) -> bool:
     return _KEY in meta
 
 
+def is_as_written(meta: Meta) -> bool:
+    """Whether metadata has the checksum that `add_checksum` gave it."""
+    rest = {name: value for name, value in meta.items() if name != _KEY}
+    return meta.get(_KEY) == _checksum_of(rest)
+
+
 def read_meta(checkpoint: AnyPath) -> Meta:
     """Read a checkpoint's metadata and compare it with its checksum, if it has one.
 
@@ -60,9 +66,7 @@ def read_meta(checkpoint: AnyPath) -> Meta:
         raise DamagedError(f"its metadata is not JSON: {first_line(error)}") from error
     if not isinstance(meta, dict):
         raise DamagedError("its metadata is no JSON object")
-    written = meta.get(_KEY)
-    rest = {name: value for name, value in meta.items() if name != _KEY}
-    if written is not None and written != _checksum_of(rest):
+    if has_checksums(meta) and not is_as_written(meta):
         raise DamagedError("its metadata is not as it was saved")
     version = meta.get("format")
     if not isinstance(version, int):
@@ -72,7 +76,7 @@ def read_meta(checkpoint: AnyPath) -> Meta:
             f"checkpoint {checkpoint} has format {version} but this jaxpipe reads formats up to "
             f"{FORMAT}: install a newer jaxpipe."
         )
-    if written is None and any((checkpoint / "state").glob("checksums*")):
+    if not has_checksums(meta) and any((checkpoint / "state").glob("checksums*")):
         raise DamagedError("its metadata has lost its checksum")
     return meta
 
@@ -190,10 +194,11 @@ def _writing_process(name: str) -> int | None:
 
 def _checksums(directory: AnyPath, names: list[str]) -> list[tuple[str, str]]:
     with ThreadPoolExecutor(_THREADS) as threads:
-        return list(zip(names, threads.map(lambda name: _checksum(directory / name), names)))
+        return list(zip(names, threads.map(lambda name: checksum_of_file(directory / name), names)))
 
 
-def _checksum(path: AnyPath) -> str:
+def checksum_of_file(path: AnyPath) -> str:
+    """The XXH128 checksum of a file, in hex digits."""
     checksum, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK))
     with storage.open_binary(path) as file:
         while size := file.readinto(block):

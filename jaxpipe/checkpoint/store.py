@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -31,6 +31,9 @@ from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime import processes, storage
 from jaxpipe.runtime.storage import AnyPath
 
+if TYPE_CHECKING:
+    from jaxpipe.checkpoint.local_saves import LocalSaves
+
 Tree = Any
 Meta = dict[str, Any]
 Check = Callable[[AnyPath, Meta], None]  # raises `ConfigError` for metadata of another run or model
@@ -39,10 +42,10 @@ Check = Callable[[AnyPath, Meta], None]  # raises `ConfigError` for metadata of 
 class CheckpointStore:
     """The checkpoints of one run: a context manager that waits for pending saves on exit.
 
-    All processes of a run must call its methods in the same order. Every save adds the entries of
-    `carried` to its metadata. The newest `keep` checkpoints stay on disk, and those whose step is a
-    multiple of `keep_every` (0: no others). Raises `ConfigError` where the directory cannot be
-    written.
+    All processes of a run must call its methods in the same order. `local` are its local saves.
+    Every save adds the entries of `carried` to its metadata. The newest `keep` checkpoints stay on
+    disk, and those of steps that are multiples of `keep_every` (0: no others). Raises `ConfigError`
+    where the directory cannot be written.
 
     >>> import jax, tempfile
     >>> import jax.numpy as jnp
@@ -73,7 +76,9 @@ class CheckpointStore:
         asynchronous: bool,
         keying: StateKeying,
         say: Callable[[str], None] = print,
+        local: "LocalSaves | None" = None,
     ):
+        self.local = local
         self.directory = storage.absolute(directory)
         self.keying = keying
         self.carried: dict[str, Any] = {}
@@ -103,6 +108,8 @@ class CheckpointStore:
         if kind is not None and processes.started() > 1:
             return  # another process may be gone, and finishing a save would wait forever
         self.wait()
+        if self.local:
+            self.local.close(self._say)
         with self._log_unwritten():
             self._manager.close()
         self._remove_unfinished()  # TensorStore may have written on after a failure
@@ -139,21 +146,28 @@ class CheckpointStore:
             return
         self.wait()  # reports a failure of the previous save
         keyed = self.keying.to_keyed(state)
+        saved_meta = ocp.args.JsonSave(add_checksum(self._described(step, meta)))
+        args = ocp.args.Composite(state=StateSave(keyed), meta=saved_meta)
         with self._log_unwritten():
             self._check_all_can_write()
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    state=StateSave(keyed),
-                    meta=ocp.args.JsonSave(
-                        add_checksum(meta | self.carried | {"format": FORMAT, "step": step})
-                    ),
-                ),
-            )
+            self._manager.save(step, args=args)
+
+    def save_locally(self, step: int, state: Tree, meta: dict[str, Any]) -> None:
+        """Save a step as `save` does, but in `local`, where it stays until the next."""
+        self.local.save(step, self.keying.to_keyed(state), self._described(step, meta), self._say)
+
+    def clear_local(self) -> None:
+        """Remove all saves of `local`: a run must not go on from them."""
+        if self.local:
+            self.local.clear(self._say)
+
+    def _described(self, step: int, meta: dict[str, Any]) -> dict[str, Any]:
+        return meta | self.carried | {"format": FORMAT, "step": step}
 
     def remove_after(self, last_step: int) -> None:
         """Remove the checkpoints of steps after `last_step`, from which the run goes on."""
         self.wait()
+        self.clear_local()
         for step in self.steps:
             if step > last_step:
                 self._manager.delete(step)
@@ -161,7 +175,7 @@ class CheckpointStore:
     def restore(
         self, like: Tree, say: Callable[[str], None], check: Check | None = None
     ) -> tuple[Tree, Meta] | None:
-        """Restore the newest undamaged checkpoint.
+        """Restore the newest undamaged checkpoint, or a local save that is not older.
 
         Returns `(state, meta)` with the state in the form of `like`, a state in stage-stacked form
         or its shapes; None if there is no checkpoint. `check` gets the path and the metadata before
@@ -171,6 +185,9 @@ class CheckpointStore:
         tried. Raises `ConfigError`, and changes nothing on disk, where a checkpoint is of another
         model (the message names the first array that differs) or cannot be read for another reason.
         """
+        newest = max(self.steps, default=0)
+        if self.local and (found := self.local.restore(newest, self.keying, like, say, check)):
+            return found
         for step in reversed(self.steps):
             try:
                 return read_state(

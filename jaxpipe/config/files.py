@@ -62,6 +62,11 @@ class CheckpointConfig(Section, kw_only=True):
     # steps between exports for transformers to <run.dir>/exports, which a process of its own writes
     # from a checkpoint while training continues; a multiple of every; 0: none
     export_every: Count = 0
+    # steps between local saves, from which a run goes on unless run.dir has a newer save: every
+    # process keeps its shards in local_dir, and a process on the next host keeps a copy; 0: none.
+    # Costs a copy of the state to the host, and in local_dir up to six times a process's shards
+    local_every: Count = 0
+    local_dir: LocalPath = ""  # folder on each host's own disk, or in its memory (/dev/shm/...)
     keep: Positive = 2  # number of newest checkpoints that stay on disk
     keep_every: Count = 0  # checkpoints at multiples of this step also stay; 0: none
     # auto: resume from the run's newest checkpoint, if any; a path: if there is none, start from

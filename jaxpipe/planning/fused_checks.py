@@ -9,8 +9,8 @@ from jaxpipe.schedule import find_family
 def check_fused(config: Config) -> None:
     """Raise `ConfigError` if several steps cannot be one program.
 
-    `train.fused_steps` must divide `train.eval_every`, `train.evaluate_every` and
-    `checkpoint.every`.
+    `train.fused_steps` must divide `train.eval_every`, `train.evaluate_every`, `checkpoint.every`
+    and `checkpoint.local_every`.
 
     `train.fused_steps` above 1 excludes `train.variable_length`, `train.offload_moments` and
     `train.corruption_check_every`; with a schedule whose ranks have stages of both directions
@@ -27,6 +27,7 @@ def check_fused(config: Config) -> None:
         "train.eval_every": config.train.eval_every,
         "train.evaluate_every": config.train.evaluate_every,
         "checkpoint.every": config.checkpoint.every,
+        "checkpoint.local_every": config.checkpoint.local_every,
     }
     for name, interval in every.items():
         if interval % steps:

@@ -47,6 +47,8 @@ def _check_start(config: Config) -> None:
 
     `checkpoint.exclude` needs the path of a checkpoint as `checkpoint.resume`.
 
+    `checkpoint.local_every` and `checkpoint.local_dir` need each other.
+
     `checkpoint.allow_changed` may only name fields of `model`.
 
     `checkpoint.export_every` must be a multiple of `checkpoint.every`, or of `train.steps` if that
@@ -65,6 +67,12 @@ def _check_start(config: Config) -> None:
             f"checkpoint.exclude={list(checkpoint.exclude)} is of the checkpoint that "
             f"checkpoint.resume names, but that is {checkpoint.resume!r}: give its path, or leave "
             f"exclude out."
+        )
+    if bool(checkpoint.local_every) != bool(checkpoint.local_dir):
+        raise ConfigError(
+            f"checkpoint.local_every={checkpoint.local_every} with checkpoint.local_dir="
+            f"{checkpoint.local_dir!r}: give both, a number of steps and a folder on each host's "
+            f"own disk or in its memory, or leave both out."
         )
     fields = [f"model.{name}" for name in type(config.model).__struct_fields__]
     for key in checkpoint.allow_changed:

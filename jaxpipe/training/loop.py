@@ -134,14 +134,18 @@ class TrainLoop:
                 # Unlike the number of the step, the position also grows over a rollback.
                 number = processes.stops_after(seen.position, max(received, default=0))
                 evaluates = self._evaluates_at(step) or self._runs_tasks_at(step)
-                if not (number or evaluates or self._saves_at(step)):
+                saves_locally = self._saves_locally_at(step)
+                if not (number or evaluates or self._saves_at(step) or saves_locally):
                     continue
                 was_interrupted = True
                 if failed := self._log_all_but(0, unread, state):
                     return failed
-                if number or self._saves_at(step):
+                if number or self._saves_at(step) or saves_locally:
                     with _timed(spent, "save_seconds"):
-                        self._save(step, state, seen)
+                        if saves_locally:
+                            self._save_locally(step, state, seen)
+                        if number or self._saves_at(step):
+                            self._save(step, state, seen)
                 if number:
                     name = signal.Signals(number).name
                     self.progress.say(f"{name}: stopped after step {step}, which is being saved")
@@ -159,6 +163,10 @@ class TrainLoop:
     def _saves_at(self, step: int) -> bool:
         steps = self.trainer.config.train.steps
         return step % (self.trainer.config.checkpoint.every or steps) == 0 or step == steps
+
+    def _saves_locally_at(self, step: int) -> bool:
+        every = self.trainer.config.checkpoint.local_every
+        return bool(every) and step % every == 0 and step != self.trainer.config.train.steps
 
     def _log_all_but(self, newest: int, unread: UnreadSteps, state: State) -> Failure | None:
         """Read and log all but the `newest` steps; return the step that stops the run, if any."""
@@ -223,6 +231,11 @@ class TrainLoop:
         if self.exports:
             self.exports.add(step)
 
+    def _save_locally(self, step: int, state: State, seen: DataPosition) -> None:
+        position.enter("save", step)
+        meta = describe(self.trainer, self.data, seen, state.guard)
+        self.checkpoints.save_locally(step, state.parts(), meta)
+
     def _end(self, code: int, step: int) -> int:
         """Wait for the save of `step`; return `code`, or 4 if the step could not be saved."""
         position.enter("save", step)
@@ -233,6 +246,7 @@ class TrainLoop:
             )
             return 4
         if code == 0:
+            self.checkpoints.clear_local()
             self.progress.say(self._closing_words(step))
         return code
 
@@ -280,6 +294,7 @@ class TrainLoop:
     def _stop_at_corruption(self, wrong: str) -> int:
         """Save nothing, since the state may be wrong; return the exit code."""
         every = self.trainer.config.train.corruption_check_every
+        self.checkpoints.clear_local()
         self.progress.say(
             f"error: {wrong}: stopped, and nothing is saved; leave the host of the device out, and "
             f"go on from a checkpoint that is older than the last {every} steps"

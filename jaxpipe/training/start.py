@@ -70,6 +70,8 @@ def _started(
             f"{checkpoints.directory} holds checkpoints of steps {checkpoints.steps} but "
             f"checkpoint.resume='none': use resume='auto' to continue, or another run.dir."
         )
+    if resume == "none":
+        checkpoints.clear_local()
     shapes = trainer.state_shapes
     check = partial(check_same_settings, config=trainer.config, with_moments=True)
     if latest := checkpoints.restore(shapes.parts(), say, check):

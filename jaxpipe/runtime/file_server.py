@@ -1,0 +1,167 @@
+"""Files that the processes of a run read from each other's hosts, and write there, over HTTP.
+
+Every request carries a word that the processes share through the coordination service.
+"""
+
+import http.client
+import re
+import secrets
+import socket
+import socketserver
+import threading
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxpipe.config import first_line
+
+_NAME = re.compile(r"[\w-]+(/[\w-]+)*\.\w+", re.ASCII)  # of a file in the folder
+_SECONDS = 60  # that a connection may be silent
+_BLOCK = 1 << 20
+
+
+class FileServer(socketserver.ThreadingTCPServer):
+    """Serves a folder to other processes, in threads, until it is closed.
+
+    Args:
+      folder: in which files are read and written; its folders are created as needed.
+      word: that requests must carry.
+    """
+
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, folder: Path, word: str):
+        self.folder, self.word = folder, word
+        super().__init__(("", 0), _Handler)
+        threading.Thread(target=self.serve_forever, name="files", daemon=True).start()
+
+    def server_bind(self) -> None:
+        """Listen at any free port, for IPv4 and IPv6."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+    @property
+    def port(self) -> int:
+        """The port at which it listens."""
+        return self.server_address[1]
+
+    def handle_error(self, *_: object) -> None:
+        """Print nothing: whoever asked reports that it got no answer."""
+
+    def close(self) -> None:
+        """Stop serving."""
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _SECONDS
+    server: FileServer
+
+    def do_GET(self) -> None:
+        """Send `Range: bytes=FIRST-LAST` of a file, or all of it."""
+        if (path := self._path()) is None:
+            return
+        try:
+            with path.open("rb") as file:
+                size = path.stat().st_size
+                part = re.findall(r"\d+", self.headers.get("Range", ""))
+                first, last = map(int, part or (0, size - 1))
+                file.seek(first)
+                self.send_response(206 if part else 200)
+                self.send_header("Content-Length", str(last - first + 1))
+                self.end_headers()
+                _copy(file, self.wfile, last - first + 1)
+        except FileNotFoundError:
+            self.send_error(404)
+
+    def do_PUT(self) -> None:
+        """Write a file, which has its name only when it is complete."""
+        if (path := self._path()) is None:
+            return
+        fresh = path.with_name(f"{path.name}.new")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with fresh.open("wb") as file:
+                left = _copy(self.rfile, file, int(self.headers["Content-Length"]))
+            if left:
+                raise ConnectionError
+            fresh.replace(path)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            return self.send_error(507, error.strerror)
+        self.send_response(201)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+    def _path(self) -> Path | None:
+        """The file that a request names; None after an answer that refuses it."""
+        name = self.path.lstrip("/")
+        if not secrets.compare_digest(self.headers.get("Authorization", ""), self.server.word):
+            self.send_error(403)
+        elif not _NAME.fullmatch(name):
+            self.send_error(404)
+        else:
+            return self.server.folder / name
+        return None
+
+
+def fetch(address: str, word: str, name: str, offset: int = 0, size: int = -1) -> bytes:
+    """Read a file of the server at `host:port`, or `size` bytes of it; raises `OSError`."""
+    if size == 0:
+        return b""  # no range of bytes names none
+    part = {} if size < 0 else {"Range": f"bytes={offset}-{offset + size - 1}"}
+    return _request("GET", address, word, name, None, part)
+
+
+def send(address: str, word: str, name: str, path: Path) -> None:
+    """Write a file to the server at `host:port`; raises `OSError`."""
+    with path.open("rb") as file:
+        _request("PUT", address, word, name, file, {"Content-Length": str(path.stat().st_size)})
+
+
+def _request(
+    method: str, address: str, word: str, name: str, body: Any, headers: dict[str, str]
+) -> bytes:
+    connection = http.client.HTTPConnection(address, timeout=_SECONDS, blocksize=_BLOCK)
+    try:
+        connection.request(method, f"/{name}", body, {**headers, "Authorization": word})
+        answer = connection.getresponse()
+        content = answer.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise OSError(f"{address} does not answer: {first_line(error)}") from error
+    finally:
+        connection.close()
+    if answer.status >= 300:
+        raise OSError(f"{address} refuses {name}: {answer.reason}")
+    return content
+
+
+def _copy(source: BinaryIO, target: BinaryIO, size: int) -> int:
+    """Copy `size` bytes in blocks, each within the timeout; returns how many were not there."""
+    while size and (block := source.read(min(size, _BLOCK))):
+        target.write(block)
+        size -= len(block)
+    return size
+
+
+def host_for_others() -> str:
+    """A name or number by which the other processes of the run reach this process's host."""
+    from jaxpipe.jax_internals import distributed_state
+
+    state = distributed_state()
+    if state.coordinator_address is None:
+        return "localhost"
+    host = state.coordinator_address.rpartition(":")[0].strip("[]")
+    if state.process_id == 0:
+        return host  # they have met there
+    kind, *_, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing
+        return probe.getsockname()[0]
