@@ -132,7 +132,7 @@ def test_what_shows_no_damage_stops_and_changes_nothing(
     def fail(*_, **__):
         raise reason
 
-    place = (store, "_read_arrays") if where == "arrays" else (integrity, "_checksum")
+    place = (store, "_read_arrays") if where == "arrays" else (integrity, "checksum_of_file")
     monkeypatch.setattr(*place, fail)
     with (
         open_at(tmp_path, keying) as checkpoints,

@@ -89,6 +89,9 @@ class Recorder:
     def is_written(self, step):
         return ("save", step) in self.events
 
+    def clear_local(self):
+        self.events.append(("clear", None))
+
     def say(self, message):
         self.events.append(("say", message))
 
