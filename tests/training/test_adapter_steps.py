@@ -28,6 +28,7 @@ rank = 3
 alpha = 6.0
 """
 NAMES = [name for name in schedules.NAMES if name != "custom"]
+LLAMA = ("model.n_kv_heads=2",)
 EXPERTS = ("model.n_experts=4", "model.experts_per_token=2", "model.d_expert=8")
 AHEAD = (  # DeepSeek with a layer that predicts a further token
     "model.family=deepseek", "model.n_layers=3", "model.q_lora_rank=8", "model.kv_lora_rank=6",
@@ -37,10 +38,10 @@ AHEAD = (  # DeepSeek with a layer that predicts a further token
 WITH = {  # settings besides the schedule
     "1f1b": (*AHEAD, *EXPERTS, "parallel.dp=2", "parallel.ep=2", "parallel.zero_stage=1"),
     "zb_h1": (*AHEAD, "parallel.tp=2", "parallel.vocab_parallel_pp=true"),
-    "gpipe": ("parallel.dp=2", "parallel.zero_stage=3"),
-    "interleaved_1f1b": (*EXPERTS, "parallel.dp=2", "parallel.ep=2", "parallel.tp=2"),
-    "zbv": ("model.n_kv_heads=2", "parallel.tp=2", "parallel.sequence_parallel=true"),
-    "dualpipev": ("parallel.dp=2", "parallel.zero_stage=2", "train.remat=full"),
+    "gpipe": (*LLAMA, "parallel.dp=2", "parallel.zero_stage=3"),
+    "interleaved_1f1b": (*LLAMA, *EXPERTS, "parallel.dp=2", "parallel.ep=2", "parallel.tp=2"),
+    "zbv": (*LLAMA, "parallel.tp=2", "parallel.sequence_parallel=true"),
+    "dualpipev": (*LLAMA, "parallel.dp=2", "parallel.zero_stage=2", "train.remat=full"),
 }  # fmt: skip
 
 
@@ -55,7 +56,7 @@ def _float64():
 def test_a_step_equals_one_device(tmp_path, name):
     path = tmp_path / "adapters.toml"
     path.write_text(ADAPTERS)
-    config = configs.load(path, [f"parallel.schedule={name}", *WITH.get(name, ())])
+    config = configs.load(path, [f"parallel.schedule={name}", *WITH.get(name, LLAMA)])
     check_settings(config)
     steps = Verification(config, say=lambda text: None)
     _, first = steps.first
