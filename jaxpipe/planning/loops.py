@@ -8,7 +8,7 @@ from jaxpipe.config import ConfigError
 if TYPE_CHECKING:
     from jaxpipe.planning.resolve import RunPlan
 
-UNROLLED = 4  # layers in a row that are unrolled by default, where a loop costs nothing
+UNROLLED = 4  # layers in a row that are unrolled by default, where a loop hides as many collectives
 
 
 def unroll_layers(plan: "RunPlan") -> int | None:

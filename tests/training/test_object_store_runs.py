@@ -142,9 +142,7 @@ def end_at_random(chance, process, server, place):
         while process.poll() is None and len(seen) < chance.choice([1, 20, 60, 100]):
             time.sleep(0.01)
     time.sleep(chance.uniform(0, 1.5))
-    for number in chance.choice(
-        [(signal.SIGKILL,), (signal.SIGTERM,), (signal.SIGSTOP, signal.SIGKILL)]
-    ):
+    for number in chance.choice(ENDS):
         process.send_signal(number)
         time.sleep(0.2)
     server.on_request = lambda method, path: None
