@@ -100,6 +100,7 @@ class Spool:
         return storage.open_path(self._address or self.folder)
 
     def _begin(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.iterdir():
             if path.name != LOCK:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

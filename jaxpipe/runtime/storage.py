@@ -22,6 +22,7 @@ import os
 import posixpath
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +33,7 @@ from jaxpipe.config.paths import is_address
 AnyPath = Any  # `Path`, or `epath.Path`, which has the methods of `Path` that are used on it
 COMMIT = "commit_success.txt"  # Orbax writes it into a complete checkpoint, after all other files
 _MAGIC = "*?["
+_PROBE = ".probe-"  # begins the name of a file that is removed at once; no other process reads it
 
 
 def open_path(text: str | os.PathLike[str]) -> AnyPath:
@@ -76,14 +78,13 @@ def check_store(name: str, address: str) -> None:
       name: of the setting, for the message.
       address: of a folder, which need not exist.
     """
-    bucket = address.partition("://")[2].partition("/")[0]
     try:
         with as_os_errors():
             probe(open_path(address))
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{name}={address!r} cannot be written: there is no bucket {bucket!r}; create it, or "
-            f"correct the address."
+            f"{name}={address!r} cannot be written: there is no bucket {address.split('/')[2]!r}; "
+            f"create it, or correct the address."
         ) from error
     except OSError as error:
         raise ConfigError(
@@ -96,7 +97,7 @@ def check_store(name: str, address: str) -> None:
 def probe(directory: AnyPath) -> None:
     """Create and remove a file in a directory, which is created if needed."""
     if is_address(directory):
-        path = directory / f".probe-{os.getpid()}"
+        path = directory / f"{_PROBE}{uuid.uuid4().hex}"
         write_whole(path, b"")
         with as_os_errors():
             return path.unlink()
@@ -316,7 +317,8 @@ def _infos(address: str) -> dict[str, dict[str, Any]]:
     with as_os_errors():
         root = files._strip_protocol(address)
         found = files.find(root, detail=True)
-    return {posixpath.relpath(name, root): info for name, info in found.items() if name != root}
+    infos = {posixpath.relpath(name, root): info for name, info in found.items() if name != root}
+    return {name: info for name, info in infos.items() if not name.startswith(_PROBE)}
 
 
 def _matches(text: str, base: str) -> dict[str, dict[str, Any]]:

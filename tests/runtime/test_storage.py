@@ -102,6 +102,19 @@ def test_a_spool_begins_with_the_store_and_uploads_what_changes(store):
     assert keys(store, "run/hangs") == ["run/hangs/x.txt"]
 
 
+def test_a_spool_without_a_lock_ignores_probes_of_other_processes(store):
+    """Of several processes only the first has a lock; another's probe may vanish any time."""
+    put(store, "several/starts.jsonl")
+    store.on_request = lambda method, path: put_probe(store) if ".probe-" in path else None
+    with Spool(f"{ROOT}/several", print) as spool:
+        assert storage.list_files(spool.folder) == ["starts.jsonl"]
+
+
+def put_probe(server):
+    server.on_request = lambda method, path: None
+    put(server, "several/.probe-of-another")
+
+
 def test_on_a_disk_a_spool_is_the_run_directory(tmp_path):
     with Spool(str(tmp_path), print) as spool:
         (tmp_path / "file").write_text("kept")

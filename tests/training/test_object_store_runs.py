@@ -14,6 +14,7 @@ import time
 import pytest
 from commands import SMALL, losses, start, train_command
 from object_store import BUCKET, clear, connect, keys, read, s3_server
+from several import ends, start_all
 
 from jaxpipe import train
 from jaxpipe.checkpoint.listing import list_steps
@@ -106,6 +107,37 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(store, tmp_path):
     assert "resumed from step 2" in output
     assert committed(store, "killed") == [2, 4, 6]
     assert list(stored_losses(store, "killed")) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_several_processes_of_which_one_is_killed_in_a_save(store, tmp_path):
+    """Process 1 of four ends at its third write of step 4's arrays; all start again."""
+    mesh = ["parallel.pp=2", "parallel.dp=2", "train.microbatch_size=2", "train.steps=6"]
+
+    def start_four(directory):
+        command = train_command(directory, *TINY, *mesh, "checkpoint.every=2", devices=1)
+        folders = store.environment | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+        return start_all(4, command, folders)
+
+    assert [code for code, _ in ends(start_four(tmp_path / "disk"))] == [0] * 4
+    group, writes = start_four(f"s3://{BUCKET}/four"), []
+
+    def kill(method, path):
+        if method in ("PUT", "POST") and "/four/checkpoints/4/state/" in path:
+            writes.append(path)
+            if len(writes) == 3:
+                group[1].kill()
+
+    store.on_request = kill
+    found = ends(group)
+    store.on_request = lambda method, path: None
+    assert [code for code, _ in found] == [3, -signal.SIGKILL, 3, 3], found
+    assert committed(store, "four") == [2]
+    found = ends(start_four(f"s3://{BUCKET}/four"))
+    assert [code for code, _ in found] == [0] * 4, found
+    assert "resumed from step 2" in found[0][1]
+    assert committed(store, "four") == [2, 4, 6]
+    assert stored_losses(store, "four") == losses(tmp_path / "disk")
 
 
 @pytest.mark.slow
