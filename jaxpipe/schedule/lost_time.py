@@ -21,7 +21,7 @@ from jaxpipe.schedule.recording import Tick
 from jaxpipe.schedule.scan import cell_starts, scan_waits
 
 LINK, ALL = "link", "all ops"
-_MAIN_SHARE = 0.8  # of a rank's lost time: an op that costs more is its cause
+_MAIN_SHARE = 0.8  # of a rank's lost time: an op that costs more is named as its cause
 Place = tuple[int, int]  # pipeline rank and replica
 
 
@@ -55,7 +55,7 @@ class LostTime:
       seconds: the time [s].
       pp_rank: pipeline rank; of a link the lower one.
       replica: number of the replica.
-      cause: ops of the slow cells, such as "F" or "F+BW"; `ALL` or `LINK`.
+      cause: ops of the cells that cost most of it, such as "F" or "F+BW"; `ALL` or `LINK`.
     """
 
     seconds: float
@@ -110,9 +110,9 @@ class Replay:
                     for cause, of in by_cause.items()
                 }
                 main = max(costs, key=lambda cause: (cause != ALL) * costs[cause])
-                cause = main if costs[main] > _MAIN_SHARE * costs[ALL] else ALL
-                if costs[cause] > 0:
-                    losses.append(LostTime(costs[cause], rank, replica, cause))
+                if costs[ALL] > 0:
+                    cause = main if costs[main] > _MAIN_SHARE * costs[ALL] else ALL
+                    losses.append(LostTime(costs[ALL], rank, replica, cause))
             for pair, seconds in links.items():
                 others = [other for at, other in links.items() if at != pair]
                 if others and seconds > (expected := median(others)):

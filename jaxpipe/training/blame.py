@@ -1,7 +1,7 @@
 """From the reports of all processes to a sentence about the one that slows the run."""
 
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import median, mode
 from typing import NamedTuple
 
 import msgspec
@@ -100,27 +100,44 @@ def find_op(lost: LostTime, window: Window, process: int) -> Finding:
     return Finding(process, window.name, words, lost.seconds)
 
 
+class _Judged(NamedTuple):
+    """A window: its worst process, the time of a step [s] and the first of its steps."""
+
+    finding: Finding
+    seconds: float
+    first: int
+
+
 class Blame:
-    """Names what costs more than 5 % of every step for more than 20 steps, once, and its end."""
+    """Names what costs more than 5 % of every step for more than 20 steps, once, and its end.
+
+    Times are noisy. Therefore the median of the last windows counts, in all of which this process
+    was the worst and cost at least half as much, and of several causes the most frequent one.
+    """
 
     def __init__(self) -> None:
-        self._suspect: tuple[int, str] | None = None
-        self._since = 0
-        self._named = False
+        self._row: list[_Judged] = []
+        self._named: Finding | None = None
 
     def add(self, worst: Finding, seconds: float, first: int, last: int) -> str | None:
         """The sentence to print after the steps `first` to `last`, each of which took `seconds`."""
-        suspect = (worst.process, worst.words) if worst.lost > _SHARE * seconds else None
-        if suspect != self._suspect:
-            before, named = self._suspect, self._named
-            self._suspect, self._since, self._named = suspect, first, False
-            if before and named:
-                return f"process {before[0]} no longer slows the steps: {before[1]} no more"
-        if suspect and not self._named and last - self._since >= _STEPS:
-            self._named = True
-            return (
-                f"process {worst.process} ({worst.name}) slows the steps since step {self._since}: "
-                f"{worst.words}, which costs {worst.lost:.3f} of {seconds:.3f} s a step "
-                f"({worst.lost / seconds:.0%})"
-            )
-        return None
+        before, is_worst = self._row, worst.lost > _SHARE / 2 * seconds
+        same = before and before[-1].finding.process == worst.process
+        self._row = [*(before if same else []), _Judged(worst, seconds, first)] if is_worst else []
+        while len(self._row) > 1 and last - self._row[1].first >= _STEPS:
+            del self._row[0]
+        if (named := self._named) and not (is_worst and same):
+            self._named = None
+            return f"process {named.process} no longer slows the steps: {named.words} no more"
+        if named or not self._row or last - self._row[0].first < _STEPS:
+            return None
+        lost = median(each.finding.lost for each in self._row)
+        step = median(each.seconds for each in self._row)
+        if lost <= _SHARE * step:
+            return None
+        self._named = worst._replace(words=mode(each.finding.words for each in self._row))
+        return (
+            f"process {worst.process} ({worst.name}) slows the steps since step "
+            f"{self._row[0].first}: {self._named.words}, which costs {lost:.3f} of {step:.3f} s a "
+            f"step ({lost / step:.0%})"
+        )

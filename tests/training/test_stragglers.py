@@ -42,21 +42,40 @@ def test_the_process_that_others_wait_for_is_found():
     assert found == Finding(2, "host2, pp=2", "its devices wait for its data loader", 0.25)
 
 
+def said(findings):
+    """What is said after each window of ten steps of 1 s, the first of which begin at 1."""
+    blame = Blame()
+    steps = [10 * number + 1 for number in range(len(findings))]
+    return [blame.add(found, 1.0, first, first + 9) for found, first in zip(findings, steps)]
+
+
+FOUND = find_op(LostTime(0.1, 1, 0, LINK), window(3), 3)
+
+
 def test_what_is_slow_for_more_than_20_steps_is_named_once():
-    blame, seconds = Blame(), 1.0
-    found = find_op(LostTime(0.1, 1, 0, LINK), window(3), 3)
-    cheap = found._replace(lost=0.04)
-    said = [
-        blame.add(each, seconds, first, first + 9)
-        for first, each in enumerate([found, cheap] + [found] * 4 + [cheap] * 2)
-        for first in [10 * first + 1]
-    ]
-    assert [step for step, sentence in enumerate(said) if sentence] == [4, 6]
-    assert said[4] == (
+    cheap = FOUND._replace(lost=0.02)
+    sentences = said([FOUND, cheap] + [FOUND] * 6 + [cheap] * 2)
+    assert [number for number, sentence in enumerate(sentences) if sentence] == [4, 8]
+    assert sentences[4] == (
         "process 3 (host3, pp=3) slows the steps since step 21: the link between pipeline ranks 1 "
         "and 2 is slow, which costs 0.100 of 1.000 s a step (10%)"
     )
-    assert said[6].startswith("process 3 no longer slows the steps")
+    assert sentences[8].startswith("process 3 no longer slows the steps")
+
+
+def test_one_window_that_is_measured_low_does_not_hide_a_slow_process():
+    """The median of three windows is said, of the cause that most of them have."""
+    low = FOUND._replace(lost=0.03, words="every op is slow")
+    sentences = said([FOUND, low, FOUND._replace(lost=0.08), low, low])
+    assert [number for number, sentence in enumerate(sentences) if sentence] == [2]
+    assert "the link between" in sentences[2] and "costs 0.080" in sentences[2]
+
+
+def test_one_window_that_is_measured_high_names_nobody():
+    low = FOUND._replace(lost=0.03)
+    assert said([low, FOUND._replace(lost=2.0), low, low]) == [None] * 4
+    other = FOUND._replace(process=1)
+    assert said([FOUND, FOUND, other, FOUND, FOUND]) == [None] * 5
 
 
 def run(directory, way, seconds, slow, *overrides):
