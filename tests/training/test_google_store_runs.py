@@ -25,7 +25,8 @@ def store(monkeypatch, tmp_path):
     )
     server = emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket="jaxpipe-test")
     server.start()
-    address = "http://%s:%d" % server._api._httpd.server_address
+    host, port = server._api._httpd.server_address
+    address = f"http://{host}:{port}"
     for name, value in {
         "STORAGE_EMULATOR_HOST": address,  # for gcsfs
         "TENSORSTORE_GCS_HTTP_URL": address,
