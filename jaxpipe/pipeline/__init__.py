@@ -1,7 +1,7 @@
 """Pipeline-parallel training as one SPMD program: one scan runs the tables of any schedule."""
 
 from jaxpipe.contract import Aux, Context, LayerKind, LayerOutput, StageFunctions
-from jaxpipe.pipeline.cut import POLICIES
+from jaxpipe.pipeline.crossing import POLICIES
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.executor import Pipeline, loss_and_gradients
 from jaxpipe.pipeline.flax_pipeline import FlaxPipeline, build_pipeline_schedule, from_flax

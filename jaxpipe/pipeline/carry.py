@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpipe.contract import Aux
-from jaxpipe.pipeline.rings import RingBuffers
+from jaxpipe.pipeline.ring_buffers import RingBuffers
 
 Tree = Any
 

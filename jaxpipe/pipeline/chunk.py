@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.contract import Aux, Context
-from jaxpipe.pipeline.kind import add_aux, elementwise_max, embed_head_of
+from jaxpipe.pipeline.layer_slot import LayerRun, LayerSlot
 from jaxpipe.pipeline.ports import Cotangent
-from jaxpipe.pipeline.rings import GradientInputs, RingBuffers
-from jaxpipe.pipeline.slot import LayerRun, LayerSlot
+from jaxpipe.pipeline.ring_buffers import GradientInputs, RingBuffers
+from jaxpipe.pipeline.traced_kind import add_aux, elementwise_max, embed_head_of
 from jaxpipe.schedule import Op, TableRow
 
 Tree = Any

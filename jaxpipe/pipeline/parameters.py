@@ -15,9 +15,9 @@ from jaxpipe.parallel import DP, PP, REPLICA_AXES, TP, ParamSharding, StageLayou
 from jaxpipe.parallel.flags import is_trained, select
 from jaxpipe.pipeline.chunk import Chunk
 from jaxpipe.pipeline.execution import Execution
-from jaxpipe.pipeline.kind import TracedKind
-from jaxpipe.pipeline.runs import LayerRuns, Run
-from jaxpipe.pipeline.slot import LayerRun
+from jaxpipe.pipeline.layer_runs import LayerRuns, Run
+from jaxpipe.pipeline.layer_slot import LayerRun
+from jaxpipe.pipeline.traced_kind import TracedKind
 
 Tree = Any
 

@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import Carry
-from jaxpipe.pipeline.rings import RingBufferPlan, RingBuffers
+from jaxpipe.pipeline.ring_buffers import RingBufferPlan, RingBuffers
 from jaxpipe.schedule import Op, TableRow, Tables
 
 

@@ -13,7 +13,7 @@ from jaxpipe.contract import Aux, Context, StageFunctions
 from jaxpipe.parallel import PP, REPLICA_AXES, TP, StageLayout
 from jaxpipe.parallel.flags import is_trained
 from jaxpipe.pipeline.carry import Carry
-from jaxpipe.pipeline.ends import (
+from jaxpipe.pipeline.embed_head import (
     EmbedHead,
     EndStageEmbedHead,
     Mean,
@@ -22,13 +22,13 @@ from jaxpipe.pipeline.ends import (
 )
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.fingerprint import fingerprint
-from jaxpipe.pipeline.kind import TracedKind
+from jaxpipe.pipeline.layer_runs import LayerRuns
 from jaxpipe.pipeline.parameters import DeviceParameters
 from jaxpipe.pipeline.reference import StepOutput, total_count
-from jaxpipe.pipeline.runs import LayerRuns
 from jaxpipe.pipeline.stage import EmbedHeadFunction
 from jaxpipe.pipeline.tick import DeviceWork
 from jaxpipe.pipeline.ticks import closing_tick, run_ticks
+from jaxpipe.pipeline.traced_kind import TracedKind
 from jaxpipe.schedule import TableRow, Tables
 
 Tree = Any

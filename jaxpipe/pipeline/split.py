@@ -7,7 +7,7 @@ either depends on the gradients at the outputs (backward) or does not (forward).
   B = the backward equations that `dx` and the gradients of vectors (norm gains) depend on;
   W = the other backward equations, on which the gradients of matrices depend.
 
-`jaxpipe.pipeline.cut` finds the values that cross between them.
+`jaxpipe.pipeline.crossing` finds the values that cross between them.
 
 With sequence slices, a layer takes a state (keys and values, say) in its context and returns the
 next one in its output. The state is never a residual: B gets it as the last slice left it, which
@@ -29,7 +29,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from jaxpipe.contract import Context, LayerOutput
 from jaxpipe.parallel.flags import merge, select
-from jaxpipe.pipeline.cut import POLICIES, Crossing, Policy, Residuals, find_crossing
+from jaxpipe.pipeline.crossing import POLICIES, Crossing, Policy, Residuals, find_crossing
 from jaxpipe.pipeline.jaxpr import reads, run_slice, trace_labelled, unrounded
 from jaxpipe.pipeline.ports import Cotangent, Ports, Weights
 

@@ -17,12 +17,12 @@ from jax import lax
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.chunk import ActionInputs, BackwardOutputs, Chunk, ForwardOutputs
-from jaxpipe.pipeline.ends import EmbedHead, StepData
-from jaxpipe.pipeline.kind import TracedKind, empty_aux, empty_statistics
-from jaxpipe.pipeline.pairing import run_paired
+from jaxpipe.pipeline.embed_head import EmbedHead, StepData
+from jaxpipe.pipeline.layer_slot import LayerSlot
+from jaxpipe.pipeline.paired import run_paired
 from jaxpipe.pipeline.poison import poison_read_slots
-from jaxpipe.pipeline.rings import GradientInputs, RingBufferPlan, RingBuffers
-from jaxpipe.pipeline.slot import LayerSlot
+from jaxpipe.pipeline.ring_buffers import GradientInputs, RingBufferPlan, RingBuffers
+from jaxpipe.pipeline.traced_kind import TracedKind, empty_aux, empty_statistics
 from jaxpipe.pipeline.transfers import Transfers
 from jaxpipe.schedule import Op, OverlapPair, TableRow
 

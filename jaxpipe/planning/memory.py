@@ -143,8 +143,8 @@ def ring_bytes(kind: LayerCosts, tables: Tables, *, on_host: bool = False) -> Ri
 
     `on_host`: whether its residuals are offloaded.
     """
-    from jaxpipe.pipeline.cut import Residuals
-    from jaxpipe.pipeline.rings import values_by_use
+    from jaxpipe.pipeline.crossing import Residuals
+    from jaxpipe.pipeline.ring_buffers import values_by_use
     from jaxpipe.pipeline.store import ring_lengths
 
     waits = kind.waits

@@ -21,8 +21,8 @@ from jaxpipe.parallel.flags import is_trained, merge, select
 from jaxpipe.parallel.sharding import param_specs_of
 from jaxpipe.partition.leaf import ParamSpec
 from jaxpipe.pipeline import POLICIES
-from jaxpipe.pipeline.kind import TracedKind, embed_head_of
 from jaxpipe.pipeline.split import Cotangent, LayerSplit, inexact
+from jaxpipe.pipeline.traced_kind import TracedKind, embed_head_of
 from jaxpipe.planning.costs import LayerCosts, ModelCosts, Parameters, size_of
 from jaxpipe.planning.model import model_of
 

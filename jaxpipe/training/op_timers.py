@@ -23,12 +23,12 @@ from jaxpipe.parallel.sharding import param_specs_of
 from jaxpipe.partition.leaf import ParamSpec
 from jaxpipe.pipeline import buffers
 from jaxpipe.pipeline.chunk import ActionInputs, BackwardOutputs, Chunk, ForwardOutputs
-from jaxpipe.pipeline.cut import POLICIES, Policy
-from jaxpipe.pipeline.kind import TracedKind, embed_head_of, empty_aux, empty_statistics
-from jaxpipe.pipeline.rings import RingBufferPlan, RingBuffers
-from jaxpipe.pipeline.slot import LayerRun
+from jaxpipe.pipeline.crossing import POLICIES, Policy
+from jaxpipe.pipeline.layer_slot import LayerRun
+from jaxpipe.pipeline.ring_buffers import RingBufferPlan, RingBuffers
 from jaxpipe.pipeline.split import Cotangent
 from jaxpipe.pipeline.stage import EmbedHeadFunction, add_gradients
+from jaxpipe.pipeline.traced_kind import TracedKind, embed_head_of, empty_aux, empty_statistics
 from jaxpipe.planning.trace import rows_of
 from jaxpipe.schedule import Buffers, Op, TableRow
 from jaxpipe.training.trainer import Trainer

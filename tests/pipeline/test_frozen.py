@@ -15,9 +15,9 @@ from jaxpipe.parallel import PP, StageLayout, make_mesh
 from jaxpipe.parallel.flags import is_trained, select
 from jaxpipe.partition.leaf import ParamSpec
 from jaxpipe.pipeline import Context, Execution, Pipeline, StageFunctions, step_ref
-from jaxpipe.pipeline.cut import POLICIES
-from jaxpipe.pipeline.kind import TracedKind
+from jaxpipe.pipeline.crossing import POLICIES
 from jaxpipe.pipeline.ports import Cotangent
+from jaxpipe.pipeline.traced_kind import TracedKind
 from jaxpipe.schedule import BUILDERS, Lockstep, build
 
 MATRICES = {"gain": False, "up": True, "gate": True, "down": True}

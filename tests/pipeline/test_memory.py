@@ -10,7 +10,7 @@ from programs import LAYERS_EACH, traced
 from toy import KIND, LENGTH, WIDTH, toy_batch, toy_params
 
 from jaxpipe.pipeline import POLICIES, Context, split_layer
-from jaxpipe.pipeline.rings import values_by_use
+from jaxpipe.pipeline.ring_buffers import values_by_use
 from jaxpipe.pipeline.store import ring_lengths
 from jaxpipe.schedule import BUILDERS, find_family, lower
 

@@ -10,7 +10,7 @@ from programs import LAYERS_EACH, compiled, dot_flops, executed_flops, traced
 from toy import KIND, TOY, toy_batch, toy_params
 
 from jaxpipe.pipeline import Context
-from jaxpipe.pipeline.rings import values_by_use
+from jaxpipe.pipeline.ring_buffers import values_by_use
 from jaxpipe.pipeline.split import split_layer
 from jaxpipe.pipeline.store import ring_lengths
 from jaxpipe.schedule import BUILDERS, Lockstep, lower

@@ -31,9 +31,9 @@ from jaxpipe.pipeline import (
     StageFunctions,
     step_ref,
 )
-from jaxpipe.pipeline.cut import POLICIES
-from jaxpipe.pipeline.kind import TracedKind
+from jaxpipe.pipeline.crossing import POLICIES
 from jaxpipe.pipeline.ports import Cotangent
+from jaxpipe.pipeline.traced_kind import TracedKind
 from jaxpipe.schedule import BUILDERS, Lockstep, build
 
 READS = ("embed_head",)

@@ -9,7 +9,7 @@ from toy import TOY, toy_batch, toy_params
 from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
 from jaxpipe.parallel import StageLayout, make_mesh
 from jaxpipe.pipeline import POLICIES, Pipeline
-from jaxpipe.pipeline.kind import TracedKind
+from jaxpipe.pipeline.traced_kind import TracedKind
 from jaxpipe.schedule import build
 from jaxpipe.train import main as train
 

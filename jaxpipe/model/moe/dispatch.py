@@ -4,7 +4,7 @@ Each of N tokens has K rows, one per chosen expert: R = N K rows, and row K n + 
 token n. Rows are moved into S slots, some of which may stay empty; a row without a slot is dropped.
 `gather_into_slots` and `sum_from_slots` are each other's transpose, and both are written as
 gathers, because XLA executes a scatter one row at a time. The indices depend on the choice alone,
-so W recomputes them and the gather, and the moved rows are not stored (`jaxpipe.pipeline.cut`).
+so W recomputes them and the gather, and moved rows are not stored (`jaxpipe.pipeline.crossing`).
 """
 
 from functools import partial

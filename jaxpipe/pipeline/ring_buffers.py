@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.pipeline import buffers
-from jaxpipe.pipeline.cut import Residuals
+from jaxpipe.pipeline.crossing import Residuals
 from jaxpipe.pipeline.split import LayerSplit, inexact
 from jaxpipe.pipeline.store import Index, RingStore, Values
 from jaxpipe.schedule import Buffers, Op, TableRow
@@ -19,7 +19,7 @@ NOTHING = Residuals((), ())
 
 
 class RingBuffers(NamedTuple):
-    """The ring buffers of a ring group (`runs.py`); an empty field has no buffers.
+    """The ring buffers of a ring group (`layer_runs.py`); an empty field has no buffers.
 
     Attributes:
       residuals: residuals, written by F; also the W stash, written by B, where they share.

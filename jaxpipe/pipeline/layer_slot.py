@@ -10,8 +10,8 @@ from jax import lax
 
 from jaxpipe.parallel import DP, ParamSharding
 from jaxpipe.pipeline import buffers
-from jaxpipe.pipeline.kind import TracedKind
 from jaxpipe.pipeline.ports import Weights
+from jaxpipe.pipeline.traced_kind import TracedKind
 
 Tree = Any
 Passed = tuple[Any, ...]
@@ -121,7 +121,7 @@ class LayerSlot:
 
 @dataclass(frozen=True)
 class LayerRun:
-    """The layer slots of a run (`runs.py`) on one pipeline rank; arrays of n layers are `[n, ...]`.
+    """The layer slots of a run (`layer_runs.py`) on one pipeline rank, n layers as `[n, ...]`.
 
     Attributes:
       kind, ring, shardings, reduce_dtype: as in `LayerSlot`, of all its layers.

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxpipe.contract import Aux, Context, LayerKind, LayerOutput
 from jaxpipe.parallel.flags import is_trained
 from jaxpipe.parallel.sharding import param_specs_of
-from jaxpipe.pipeline.cut import Policy, Residuals
+from jaxpipe.pipeline.crossing import Policy, Residuals
 from jaxpipe.pipeline.ports import Weights
-from jaxpipe.pipeline.rings import NOTHING, RingBufferPlan
+from jaxpipe.pipeline.ring_buffers import NOTHING, RingBufferPlan
 from jaxpipe.pipeline.split import LayerSplit, split_layer
 from jaxpipe.schedule import Tables
 

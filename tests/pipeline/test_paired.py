@@ -16,7 +16,7 @@ from jaxpipe.contract import Context, LayerKind, LayerOutput, pairing_point
 from jaxpipe.parallel import StageLayout, make_mesh
 from jaxpipe.pipeline import POLICIES, Execution, Pipeline, losses_and_gradients_ref, split_layer
 from jaxpipe.pipeline.jaxpr import dependents
-from jaxpipe.pipeline.pairing import run_in_rounds
+from jaxpipe.pipeline.paired import run_in_rounds
 from jaxpipe.pipeline.split import Cotangent
 from jaxpipe.schedule import Lockstep
 
