@@ -1,5 +1,9 @@
-"""Runs in which one process is slow: which one is named, and what of it."""
+"""Runs in which one process is slow: which one is named, and what of it.
 
+`STRAGGLER_TRIALS=100` repeats the trials with a process that is slower by a fifth.
+"""
+
+import os
 import re
 import sys
 from pathlib import Path
@@ -8,11 +12,13 @@ import numpy as np
 import pytest
 from commands import SMALL, metrics
 from several import ends, start_all
+from slow import SPAN, slow_process
 
 from jaxpipe.schedule.lost_time import LINK, LostTime
 from jaxpipe.training.blame import Blame, Finding, Window, find_op, find_process
 
 SCRIPT = Path(__file__).parent / "slow.py"
+TRIALS = int(os.environ.get("STRAGGLER_TRIALS", "3"))
 
 
 def window(index, **seconds):
@@ -79,14 +85,19 @@ def test_one_window_that_is_measured_high_names_nobody():
     assert said([FOUND, FOUND, other, FOUND, FOUND]) == [None] * 5
 
 
-def run(directory, way, seconds, slow, *overrides):
-    """Run four processes, pp=2 x dp=2, of which one is slow; return what process 0 names."""
+NAMED = re.compile(
+    r"process (\d) \(.*\) slows the steps since step (\d+): (.*), which costs ([\d.]+) of"
+)
+
+
+def run(directory, way, seconds, slow, *overrides, timeout=200):
+    """Run four processes, pp=2 x dp=2; return `(process, since, words, cost)` of what is named."""
     command = [sys.executable, str(SCRIPT), str(slow), way, str(seconds), str(SMALL)]
     sizes = ["parallel.pp=2", "parallel.dp=2", "runtime.cpu_devices=1", "train.eval_every=0"]
     steps = [f"run.dir={directory}", "train.steps=61", "checkpoint.every=0", *overrides]
-    first, *others = ends(start_all(4, [*command, *sizes, *steps]))
+    first, *others = ends(start_all(4, [*command, *sizes, *steps]), timeout)
     assert [code for code, _ in (first, *others)] == [0] * 4, first
-    return re.findall(r"process (\d) \(.*\) slows the steps since step \d+: (.*), which", first[1])
+    return [(int(p), int(s), words, float(c)) for p, s, words, c in NAMED.findall(first[1])]
 
 
 @pytest.mark.slow
@@ -98,7 +109,8 @@ def run(directory, way, seconds, slow, *overrides):
     ],
 )
 def test_a_process_whose_host_is_slow_is_named(tmp_path, way, slow, words):
-    assert run(tmp_path, way, 0.15, slow) == [(str(slow), words)]
+    ((process, _, said, _),) = run(tmp_path, way, 0.15, slow)
+    assert (process, said) == (slow, words)
     lines = metrics(tmp_path)
     found = [line["lost_seconds"] for line in lines.values() if "lost_seconds" in line]
     np.testing.assert_allclose(np.median(found), 0.15, rtol=0.2)
@@ -110,11 +122,31 @@ def test_a_process_whose_host_is_slow_is_named(tmp_path, way, slow, words):
 def test_a_process_whose_ops_are_slow_is_named(tmp_path):
     """A sleep in a host callback of every tick."""
     how = ["log.bubble_every=10", "debug.print_messages=true"]
-    ((process, words),) = run(tmp_path, "in_ops", 0.02, 2, *how)
-    assert process == "2"
+    ((process, _, words, _),) = run(tmp_path, "in_ops", 0.02, 2, *how)
+    assert process == 2
     assert re.fullmatch(r"(every op|the op \w+) of pipeline rank 1 takes longer than .*", words)
 
 
 @pytest.mark.slow
 def test_of_processes_alike_none_is_named(tmp_path):
     assert run(tmp_path, "in_data", 0, 0, "log.bubble_every=10") == []
+
+
+@pytest.mark.slow
+def test_a_process_that_is_slower_by_a_fifth_is_named_with_its_cost(tmp_path):
+    """In 30 steps of every 60 one process computes 20 % longer; nobody is named in the others."""
+    steps = (2 * TRIALS + 2) * SPAN
+    how = ["log.bubble_every=10", "train.grad_accum_steps=2", f"train.steps={steps}"]
+    named = run(tmp_path, "in_spans", 0.03, "any", *how, timeout=200 + 2 * steps)
+    logged = metrics(tmp_path).items()
+    takes = [
+        np.median([of["step_seconds"] for step, of in logged if step // SPAN == span])
+        for span in range(2 * TRIALS + 1)
+    ]
+    slower = range(1, 2 * TRIALS, 2)
+    costs = {span: takes[span] - (takes[span - 1] + takes[span + 1]) / 2 for span in slower}
+    right = {since // SPAN: cost for process, since, _, cost in named
+             if process == slow_process(since // SPAN)}  # fmt: skip
+    assert len(named) == len(right)
+    assert len(right) >= 0.95 * TRIALS
+    np.testing.assert_allclose(np.median([right[at] / costs[at] for at in right]), 1, atol=0.2)
