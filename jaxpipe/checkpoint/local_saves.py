@@ -84,8 +84,8 @@ class LocalSaves:
                 f"folder on each host's own disk or in its memory, or leave local_every out."
             )
         processes.refuse(problem)
-        begun = processes.from_first("start", lambda: f"{time.time_ns()} {secrets.token_hex()}")
-        start, self._word = begun.split()
+        word = processes.from_first("start", lambda: f"{time.time_ns()} {secrets.token_hex()}")
+        start, self._word = word.split()
         self._start = int(start)
         self._server = FileServer(self._root, self._word)
         own = Host(socket.gethostname(), f"{host_for_others()}:{self._server.port}")

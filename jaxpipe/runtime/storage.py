@@ -82,10 +82,8 @@ def check_store(name: str, address: str) -> None:
         with as_os_errors():
             probe(open_path(address))
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"{name}={address!r} cannot be written: there is no bucket {address.split('/')[2]!r}; "
-            f"create it, or correct the address."
-        ) from error
+        fault = f"there is no bucket {address.split('/')[2]!r}; create it, or correct the address."
+        raise ConfigError(f"{name}={address!r} cannot be written: {fault}") from error
     except OSError as error:
         raise ConfigError(
             f"{name}={address!r} cannot be written ({error.strerror}): give this process "
