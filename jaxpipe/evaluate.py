@@ -3,9 +3,9 @@
 MODEL is a run's directory, one of its checkpoints, or a model's directory from Hugging Face. Prints
 the harness's table. Settings choose a mesh, devices and a dtype: parallel.pp=2
 runtime.cpu_devices=2 train.compute_dtype=bfloat16; tasks that generate text are slow with
-parallel.pp or parallel.dp.
+parallel.pp or parallel.dp. With several processes the first prints and writes.
 
-Exit codes: 0 done; 2 bad input.
+Exit codes: 0 done; 2 bad input; 3 another process is missing; 130 Ctrl-C.
 """
 
 import argparse
@@ -19,8 +19,9 @@ from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import MODEL, parse, parser_of
 from jaxpipe.config.paths import local_path
 from jaxpipe.data.optional import import_optional
-from jaxpipe.inference.settings import inference_config, start_devices
-from jaxpipe.schedule import ScheduleError
+from jaxpipe.inference.command import exit_code, start_devices
+from jaxpipe.inference.settings import inference_config
+from jaxpipe.runtime import processes
 
 _ROWS = 2**20  # more sequences than a batch has
 
@@ -36,16 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--apply-chat-template", action="store_true", help="write contexts as conversations")
     add("--tokenizer", default="", metavar="PATH", help="a tokenizer.json, or 'bytes'")
     add("--out", type=local_path, metavar="JSON", help="a file for all results")
-    try:
+
+    def run() -> None:
         arguments = parse(parser, argv)
         results = evaluate(arguments)
+        if not processes.first():
+            return
         if arguments.out:
             _write(arguments.out, results)
-    except (ConfigError, ScheduleError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(import_optional("lm_eval.utils", "the table", "eval").make_table(results))
-    return 0
+        print(import_optional("lm_eval.utils", "the table", "eval").make_table(results))
+
+    return exit_code(run)
 
 
 def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -10,13 +10,13 @@ Exit codes: 0 done; 2 bad input; 3 another process is missing; 130 Ctrl-C.
 """
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 
 from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import MODEL, parse, parser_of
-from jaxpipe.inference.settings import check_generation, inference_config, start_devices
+from jaxpipe.inference.command import exit_code, start_devices
+from jaxpipe.inference.settings import check_generation, inference_config
 from jaxpipe.runtime import processes
 
 
@@ -30,22 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--top-p", type=float, default=1.0, metavar="P", help="share of probability to draw from")
     add("--seed", type=int, default=0, help="of the draws (0)")
     add("--tokenizer", default="", metavar="PATH", help="a tokenizer.json, or 'bytes'")
-    try:
+
+    def run() -> None:
         arguments = parse(parser, argv)
         _check_numbers(arguments)
         generate(arguments)
-        processes.finish()
-    except processes.NotMetError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
-    except ConfigError as error:
-        if processes.several():
-            processes.leave(2, str(error))
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
+
+    return exit_code(run)
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
@@ -63,7 +54,7 @@ def generate(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: the model, its tokenizer, the prompt or a setting cannot be used.
     """
-    start_devices(arguments.overrides, several=True)
+    start_devices(arguments.overrides)
     # jax must not be imported earlier: it reads the environment set above when it starts.
     from jaxpipe.inference.generation import Generator
     from jaxpipe.inference.loaded_model import LoadedModel

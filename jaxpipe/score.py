@@ -8,9 +8,10 @@ TOKENS may also be a folder of `python -m jaxpipe.data prepare`: its scores are 
 tokens, where training on pairs (train.loss=dpo) reads those of the reference model.
 
 It computes in float32 on one device; settings choose a mesh, devices and another dtype:
-parallel.pp=2 runtime.cpu_devices=2 train.compute_dtype=bfloat16.
+parallel.pp=2 runtime.cpu_devices=2 train.compute_dtype=bfloat16. With several processes the first
+writes the scores.
 
-Exit codes: 0 done; 2 bad input.
+Exit codes: 0 done; 2 bad input; 3 another process is missing; 130 Ctrl-C.
 """
 
 import sys
@@ -20,11 +21,12 @@ from pathlib import Path
 from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import MODEL, parse, parser_of
 from jaxpipe.config.paths import is_address, local_path
+from jaxpipe.inference.command import exit_code, start_devices
 from jaxpipe.inference.prepared import REFERENCE, PreparedFolder
-from jaxpipe.inference.settings import inference_config, start_devices
+from jaxpipe.inference.settings import inference_config
 from jaxpipe.inference.token_sequences import check_ids, check_out, read_sequences, write_scores
+from jaxpipe.runtime import processes
 from jaxpipe.runtime.storage import local_copy
-from jaxpipe.schedule import ScheduleError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = {"model": MODEL, "tokens": "a .npy, a .jsonl, or a prepared folder"}
     parser = parser_of("score", __doc__ or "", paths=paths)
     parser.add_argument("--out", type=local_path, help="a .npz or .jsonl; none for a folder")
-    try:
+
+    def run() -> None:
         arguments = parse(parser, argv)
         tokens = local_copy(arguments.tokens)
         out = _out(tokens, arguments.out)
@@ -42,11 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"it to one."
             )
         count = score(arguments.model, tokens, out, arguments.overrides)
-    except (ConfigError, ScheduleError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"scored {count:,} tokens; their log-probabilities are in {out or arguments.tokens}")
-    return 0
+        if processes.first():
+            where = out or arguments.tokens
+            print(f"scored {count:,} tokens; their log-probabilities are in {where}")
+
+    return exit_code(run)
 
 
 def _out(tokens: Path, out: Path | None) -> Path | None:
@@ -63,7 +66,8 @@ def _out(tokens: Path, out: Path | None) -> Path | None:
 def score(model: str | Path, tokens: Path, out: Path | None, overrides: Sequence[str] = ()) -> int:
     """Score the sequences of a file, write their scores, and return the number of scored tokens.
 
-    With `out` None `tokens` is a prepared folder, and scores are written beside its tokens.
+    With `out` None `tokens` is a prepared folder, and scores are written beside its tokens. With
+    several processes the first writes.
 
     Raises:
         ConfigError: the model, the tokens, a setting or `out` cannot be used.
@@ -83,10 +87,11 @@ def score(model: str | Path, tokens: Path, out: Path | None, overrides: Sequence
     longest = max(len(row) - 1 for row in sequences)
     config = inference_config(saved.model, overrides, rows=len(sequences), longest=longest)
     scores = Scorer(LoadedModel.load(saved, config)).score(sequences)
-    if folder:
-        folder.write(REFERENCE, [one.logprobs for one in scores])
-    else:
-        write_scores(out, scores)
+    if processes.first():
+        if folder:
+            folder.write(REFERENCE, [one.logprobs for one in scores])
+        else:
+            write_scores(out, scores)
     return sum(len(row) - 1 for row in sequences)
 
 

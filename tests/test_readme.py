@@ -2,8 +2,11 @@
 
 import argparse
 import importlib
+import platform
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -85,23 +88,42 @@ def test_settings_that_are_named_exist(page):
                 assert any(hasattr(record, key) for record in records), f"{section}.{key}"
 
 
-@pytest.mark.slow
-def test_the_five_commands_lead_to_an_exported_model(tmp_path):
-    """The modules that the scripts start, with the words of the page."""
-    page = (HOME / "README.md").read_text()
-    section = page[page.index("## Five commands") : page.index("The first trains")]
-    for name in ("configs", "jaxpipe"):
+@pytest.fixture
+def checkout(tmp_path):
+    """Return a copy of the checkout, whose .venv is this Python with the packages that it has."""
+    for name in ("configs", "jaxpipe", "pyproject.toml"):
         (tmp_path / name).symlink_to(HOME / name)
-    lines = list(commands(section))
-    assert len(lines) == 5
-    for words in lines:
-        module, rest = module_and_words(words)
-        made = start([sys.executable, "-m", f"jaxpipe.{module}", *rest], cwd=tmp_path)
-        output, _ = made.communicate()
-        assert made.returncode == 0, (words, output)
-    logged = metrics(tmp_path / "runs" / "tuned")
+    shutil.copytree(HOME / "launch", tmp_path / "launch")
+    environment = tmp_path / ".venv"
+    python = environment / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (environment / "made-for").write_text(f"{platform.python_version()} {tmp_path}\n")
+    checksum = subprocess.check_output(["cksum"], input=(HOME / "pyproject.toml").read_bytes())
+    (environment / "installed").write_text(f"{checksum.decode()}cuda13\ndata\n")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_five_commands_lead_to_an_exported_model(checkout):
+    page = (HOME / "README.md").read_text()
+    (block,) = re.findall(
+        r"^```bash\n(.*?)^```$",
+        page[page.index("## Five commands") : page.index("The first trains")],
+        re.MULTILINE | re.DOTALL,
+    )
+    assert len(block.replace("\\\n", " ").splitlines()) == 5
+    made = start(["bash", "-ec", block], cwd=checkout)
+    output, _ = made.communicate()
+    assert made.returncode == 0, output
+    logged = metrics(checkout / "runs" / "tuned")
     assert logged[60]["eval_loss"] < logged[20]["eval_loss"]
-    assert (tmp_path / "runs" / "exported" / "model.safetensors").exists()
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkout / "runs" / "exported")
+    prompt = torch.tensor([list(b"def ")])
+    made = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert made.shape == (1, 12)
 
 
 class Understood(BaseException):

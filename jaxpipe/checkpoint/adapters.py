@@ -8,6 +8,7 @@ matrices `base_model.model.<name of the weight>.lora_A.weight` `[rank, in]` and 
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -18,6 +19,7 @@ from jaxpipe.config import ConfigError, LoraConfig
 from jaxpipe.model import ModelConfig
 from jaxpipe.model.lora import NAME, Adapter, merge_adapter
 
+Tree = Any
 FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX, _MATRICES = "base_model.model.", {"a": "lora_A", "b": "lora_B"}
 
@@ -97,11 +99,19 @@ def export_adapters(
     return len(adapted)
 
 
-def peft_reader(source: Path, model: ModelConfig, lora: LoraConfig) -> Read:
-    """A function that reads adapters by their paths from a directory in PEFT's format.
+def read_adapters(
+    source: Path, model: ModelConfig, lora: LoraConfig, place: Callable[[Read], Tree]
+) -> Tree:
+    """Read adapters in PEFT's format, and return what `place` makes of them.
 
-    Raises `ConfigError` where the directory cannot be read, or its rank or alpha are not those of
-    the settings; the function raises it where an adapter is missing.
+    Args:
+      source: a directory with both files.
+      model: the model.
+      lora: settings of the run.
+      place: gets a function that reads the adapters at paths, and reads them all.
+
+    Raises `ConfigError` where the directory cannot be read, its rank or factor are not those of the
+    settings, or an adapter is missing or left over.
     """
     try:
         settings = json.loads((source / SETTINGS).read_text())
@@ -117,7 +127,13 @@ def peft_reader(source: Path, model: ModelConfig, lora: LoraConfig) -> Read:
                 f"{source}/{SETTINGS} has {theirs}={settings.get(theirs)}, but lora.{name}="
                 f"{getattr(lora, name)}: set lora.{name}={settings.get(theirs)}."
             )
-    parameters = {one.path: one for one in list_parameters(model)}
+    for name in ("use_rslora", "alpha_pattern"):
+        if value := settings.get(name):
+            raise ConfigError(
+                f"{source}/{SETTINGS} has {name}={value}, but adapters count lora.alpha / "
+                f"lora.rank times here: merge them with PEFT, and import the result."
+            )
+    parameters, unread = {one.path: one for one in list_parameters(model)}, set(tensors)
 
     def read(paths: Sequence[ParamPath]) -> list[np.ndarray]:
         return [read_one(path) for path in paths]
@@ -130,10 +146,17 @@ def peft_reader(source: Path, model: ModelConfig, lora: LoraConfig) -> Read:
                 f"{source}/{FILE} has no {missing[0]}: leave it out of lora.targets, or give "
                 f"another lora.adapter."
             )
+        unread.difference_update(names)  # a schedule may place a layer twice
         every = [tensors[name].T for name in names]
         return np.stack(every) if parameter.is_stacked else every[0]
 
-    return read
+    placed = place(read)
+    if unread:
+        raise ConfigError(
+            f"{source}/{FILE} also has {min(unread)}, but there is no such adapter here: add its "
+            f"weight to lora.targets, or give adapters of this model as lora.adapter."
+        )
+    return placed
 
 
 def _check_expressible(parameter: NamedParameter) -> None:

@@ -11,6 +11,7 @@ from jaxpipe.checkpoint.placing import place_parameters
 from jaxpipe.config import Config
 from jaxpipe.inference.saved_model import SavedModel
 from jaxpipe.pipeline import Pipeline
+from jaxpipe.runtime import processes
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
@@ -36,11 +37,13 @@ class LoadedModel:
     def load(cls, saved: SavedModel, config: Config) -> Self:
         """Put a model on the first devices of jax that the mesh needs, or on all (dp = -1).
 
+        With several processes the mesh has all of their devices.
+
         Raises `ConfigError` where the devices do not fit the configuration, or the arrays on disk
         are not those of the model.
         """
         devices = jax.devices()
-        if 0 < config.parallel.devices <= len(devices):
+        if not processes.several() and 0 < config.parallel.devices <= len(devices):
             devices = devices[: config.parallel.devices]
         trainer = Trainer.resolve(config, devices)
         return cls(saved, trainer, _place(saved, trainer), _variables(saved, trainer))

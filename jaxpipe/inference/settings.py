@@ -7,35 +7,12 @@ import msgspec
 from jaxpipe.config import Config, ConfigError, build, read_overrides
 from jaxpipe.model import ModelConfig
 from jaxpipe.planning.checks import check_settings
-from jaxpipe.runtime import processes
-from jaxpipe.runtime.devices import check_devices
-from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 
 _EXAMPLES = 4  # sequences of a microbatch and replica, unless `train.microbatch_size` is given
 LENGTH_MULTIPLE = 128  # lengths are rounded up to a multiple of it [tokens], for fewer programs
 _TRAIN = {"steps": 1, "microbatch_size": 1, "variable_length": True}
 # Fields of [model] that choose an implementation; all others are those of the trained model.
 _MAY_BE_SET = ("attention", "capacity_factor")
-
-
-def start_devices(overrides: Sequence[str], *, several: bool = False) -> None:
-    """Make the devices of `runtime.cpu_devices`, or those that jax finds, available.
-
-    Call it before jax is first used. With `several` the processes that are started are connected.
-    Raises `ConfigError` where there is no device, or several processes are started without it.
-    """
-    if processes.started() > 1 and not several:
-        raise ConfigError(
-            f"{processes.started()} processes are started, but a trained model is used by one, "
-            f"with all devices of its machine: start one."
-        )
-    count = read_overrides(overrides).get("runtime", {}).get("cpu_devices", 0)
-    if isinstance(count, int) and count > 0:
-        use_cpu_devices(count)
-    use_gpu_memory()
-    if several:
-        processes.join()
-    check_devices()
 
 
 def check_generation(config: Config) -> None:

@@ -8,8 +8,6 @@ def check_lora(config: Config) -> None:
 
     `lora.targets`, `lora.dropout` and `lora.adapter` need a `lora.rank` above 0.
 
-    `lora.rank` above 0 excludes `train.fp8`.
-
     `lora.targets` may only name weights that the model's layers have.
 
     `lora.dropout` above 0 excludes adapters of experts.
@@ -26,11 +24,6 @@ def check_lora(config: Config) -> None:
                     f"lora.rank, or leave it out."
                 )
         return
-    if config.train.fp8 != "none":
-        raise ConfigError(
-            f"lora.rank={lora.rank} with train.fp8={config.train.fp8!r}: products with adapters "
-            f"are not made in 8 bits; set train.fp8=none."
-        )
     from jaxpipe.planning.model import model_of  # needs jax
 
     _ = model_of(config)

@@ -9,9 +9,9 @@ import msgspec
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import CheckpointStore, DamagedError, Exclusion, find_newest, read_state
-from jaxpipe.checkpoint.adapters import peft_reader
+from jaxpipe.checkpoint.adapters import read_adapters
 from jaxpipe.checkpoint.compatibility import check_same_settings
-from jaxpipe.checkpoint.placing import place_parameters
+from jaxpipe.checkpoint.placing import Read, place_parameters
 from jaxpipe.checkpoint.serving import TOKENIZER, ServingFiles
 from jaxpipe.config import Config, ConfigError, DataConfig, ParallelConfig
 from jaxpipe.data.manifest import read_manifest
@@ -111,13 +111,12 @@ def _fresh(trainer: Trainer, params: Tree) -> State:
         return trainer.fresh(params)
     shapes = jax.eval_shape(lambda: params)
     own = tuple({LORA: layer[LORA]} for layer in shapes["layers"])
-    placed = place_parameters(
-        peft_reader(local_copy(lora.adapter), trainer.config.model, lora),
-        {"embed_head": {}, "layers": own},
-        trainer.layout,
-        trainer.sharding,
-        lora.adapter,
-    )
+
+    def place(read: Read) -> Tree:
+        tree = {"embed_head": {}, "layers": own}
+        return place_parameters(read, tree, trainer.layout, trainer.sharding, lora.adapter)
+
+    placed = read_adapters(local_copy(lora.adapter), trainer.config.model, lora, place)
     layers = (layer | new for layer, new in zip(params["layers"], placed["layers"]))
     return trainer.fresh(params | {"layers": tuple(layers)})
 

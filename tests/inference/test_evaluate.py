@@ -1,6 +1,7 @@
 """Tasks of lm-eval: the same numbers as from the harness's own model of transformers."""
 
 import json
+import sys
 import warnings
 
 import numpy as np
@@ -14,6 +15,7 @@ with warnings.catch_warnings():
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     harness_tasks = pytest.importorskip("lm_eval.tasks")
 
+from several import ends, start_all  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors  # noqa: E402
 
 from jaxpipe.evaluate import main  # noqa: E402
@@ -135,6 +137,27 @@ def test_the_harness_finds_the_numbers_of_its_own_model(folder, tmp_path, monkey
         for (logprob, greedy), (other, other_greedy) in zip(ours, others, strict=True):
             assert float(logprob) == pytest.approx(float(other), rel=1e-5, abs=1e-5)
             assert greedy == other_greedy
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_does(folder, tmp_path):
+    """Of scores and generated text, each process with one pipeline rank."""
+    tasks = ",".join(f"tiny_{name}" for name in TASKS)
+    words = [str(folder / "model"), "--tasks", tasks, "--include-path", str(folder)]
+    found = {}
+    for count, mesh in ((1, "parallel.pp=1"), (2, "parallel.pp=2"), (2, "parallel.tp=2")):
+        out = tmp_path / f"{count}-{mesh}.json"
+        command = [sys.executable, "-m", "jaxpipe.evaluate", *words, "--out", str(out)]
+        more = ["--limit", "4", mesh, "runtime.cpu_devices=1"]
+        places = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_DATASETS_OFFLINE": "1"}
+        made = ends(start_all(count, [*command, *more], places))
+        assert [code for code, _ in made] == [0] * count, made
+        assert ["|tiny_choice" in said for _, said in made] == [True, *[False] * (count - 1)]
+        found[count, mesh] = samples(json.loads(out.read_text()))
+    answers, numbers = found.pop((1, "parallel.pp=1"))
+    for many, others in found.values():
+        assert many["tiny_writing"] == answers["tiny_writing"]
+        assert others == pytest.approx(numbers, rel=1e-5)
 
 
 def test_an_unknown_task(folder, capsys):

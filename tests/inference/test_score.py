@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("transformers")
 
 from commands import SMALL  # noqa: E402
 from saved_runs import saved_run  # noqa: E402
+from several import ends, start_all  # noqa: E402
 from trained_models import VOCABULARY, logits_of, published  # noqa: E402
 
 from jaxpipe.score import main  # noqa: E402
@@ -97,6 +99,26 @@ def test_a_run_is_scored_as_it_is_evaluated(tmp_path, run):
     words = [str(tmp_path / "run"), str(tmp_path / "ids.npy"), "--out", str(out)]
     assert main([*words, "parallel.pp=2"]) == 0
     np.testing.assert_allclose(-np.load(out)["logprobs"].mean(), loss, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_score_as_one_device(tmp_path):
+    """Each has a replica and a pipeline rank; a mesh without the devices of one is refused."""
+    directory = published("qwen3_tied")[1]
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 96, (5, 12)))
+    words = [str(directory), str(tmp_path / "ids.npy"), "--out"]
+    assert main([*words, str(tmp_path / "one.npz")]) == 0
+    command = [sys.executable, "-m", "jaxpipe.score", *words, str(tmp_path / "two.npz")]
+    pipeline = ["parallel.pp=2", "parallel.dp=2", "runtime.cpu_devices=2"]
+    (first, said), (other, silent) = ends(start_all(2, [*command, *pipeline]))
+    assert (first, other) == (0, 0), said + silent
+    assert "scored 55 tokens" in said
+    assert "scored" not in silent
+    one, two = (np.load(tmp_path / f"{name}.npz")["logprobs"] for name in ("one", "two"))
+    np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
+    for code, said in ends(start_all(2, [*command, "runtime.cpu_devices=1"])):
+        assert code == 2
+        assert "= 1 must equal the number of devices, 2" in said
 
 
 @pytest.mark.parametrize(

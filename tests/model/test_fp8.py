@@ -7,10 +7,11 @@ import pytest
 from compare import assert_same
 from oracles.fp8 import emulated
 
-from jaxpipe.config import Config, ConfigError, ParallelConfig, TrainConfig
+from jaxpipe.config import Config, ConfigError, LoraConfig, ParallelConfig, TrainConfig
 from jaxpipe.contract import Aux, Context
 from jaxpipe.model.fp8 import E4M3, E5M2, PLAIN, Fp8, compute_scale
 from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.lora import Adapter, LoraDot
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.planning import Devices, resolve
 from jaxpipe.planning.costs import costs_of
@@ -83,6 +84,32 @@ def test_products_of_experts_are_those_of_each(history):
             assert_same(got, want, 1e-14)
 
 
+@pytest.mark.parametrize("experts", [(), (3,)], ids=["dense", "experts"])
+def test_adapters_are_not_rounded(experts):
+    """Beside a frozen product in 8 bits: the result and the gradients of input and adapter."""
+    rng = np.random.default_rng(4)
+    shapes = {"x": (6, 16), "w": (16, 32), "dy": (6, 32), "a": (16, 2), "b": (2, 32)}
+    every = {name: rng.normal(size=(*experts, *shape)) for name, shape in shapes.items()}
+    with jax.enable_x64(True):
+        base = Fp8().dot(("up",), ONE_DEVICE, Context({}, jnp.int32(0), None, {}))
+
+        def product(x, adapter):
+            dot = LoraDot(base, {"up": adapter}, 0.5, lambda inputs, name: inputs, set())
+            return dot(x, up=jnp.asarray(every["w"]))[0]
+
+        y, pull = jax.vjp(product, every["x"], Adapter(every["a"], every["b"]))
+        dx, own = pull(jnp.asarray(every["dy"]))
+    for expert in np.ndindex(experts):
+        x, w, dy, a, b = (every[name][expert] for name in shapes)
+        (rounded,), dx_rounded, _ = emulated(x[None], [w], [dy[None]], None)
+        got = y[expert], dx[expert], own.a[expert], own.b[expert]
+        want = (
+            rounded[0] + 0.5 * x @ a @ b, dx_rounded[0] + 0.5 * dy @ b.T @ a.T,
+            0.5 * x.T @ dy @ b.T, 0.5 * (x @ a).T @ dy,
+        )  # fmt: skip
+        assert_same(got, want, 1e-14)
+
+
 def test_what_is_lost_is_bits_and_not_range():
     """Errors are those of as many bits with any exponent: finer scales would not reduce them."""
     rng = np.random.default_rng(2)
@@ -129,14 +156,14 @@ def test_no_largest_value_saturates(form):
     assert not jnp.isfinite(compute_scale(jnp.float32([jnp.nan, jnp.inf]), form)).any()
 
 
-def settings(parallel=None, train=None, **model):
+def settings(parallel=None, train=None, lora=None, **model):
     sizes = {"n_layers": 2, "d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_ff": 128,
              "vocab_size": 96} | model  # fmt: skip
     given = {"steps": 1, "grad_accum_steps": 1, "microbatch_size": 2, "seq_len": 32,
              "compute_dtype": "bfloat16", "fp8": "delayed"} | (train or {})  # fmt: skip
     return Config(
         model=LlamaConfig(**sizes).resolved(), parallel=ParallelConfig(**(parallel or {})),
-        train=TrainConfig(**given),
+        train=TrainConfig(**given), lora=LoraConfig(**(lora or {})),
     )  # fmt: skip
 
 
@@ -184,6 +211,15 @@ def test_a_plan_knows_what_is_in_8_bits():
     assert 0.5 < seconds[0].layer.F / seconds[1].layer.F < 1
     waits = {value.dtype for value in fp8.waits["stash"]}
     assert waits == {jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")}
+
+
+def test_a_plan_knows_that_adapters_are_not_in_8_bits():
+    """Frozen products have no W, and an adapter's W reads inputs in the dtype of the stream."""
+    adapted, plain = (costs_of(settings(lora=lora)).kinds["layer"] for lora in ({"rank": 4}, None))
+    assert adapted.in_fp8 == plain.in_fp8 | {"W": 0.0}
+    assert adapted.F - plain.F == adapted.B - plain.B == adapted.W > 0
+    stored = {value.dtype for values in adapted.waits.values() for value in values}
+    assert stored == {jnp.dtype("bfloat16")}
 
 
 def test_a_plan_knows_which_experts_multiply_in_8_bits():

@@ -17,6 +17,7 @@ from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.gpt2.decoder import GPT2
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import LlamaDecoder
+from jaxpipe.model.lora import Adapters, LoraDecoder
 from jaxpipe.parallel import ExpertParallel, ReplicaFactors, TensorParallel, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline, step_ref
 from jaxpipe.schedule import build
@@ -31,7 +32,17 @@ MIXTURE = LlamaDecoder, LlamaConfig(
 )  # fmt: skip
 SLOTS = LlamaDecoder, msgspec.structs.replace(MIXTURE[1], capacity_factor=1.25)
 GPT = GPT2, GPT2Config(**SIZES, max_seq_len=16)
-MODELS = {"llama": LLAMA, "mixture": MIXTURE, "slots": SLOTS, "gpt2": GPT}
+
+
+def adapted(config, **more):
+    """Return a decoder with adapters beside all of its products."""
+    return LoraDecoder(LlamaDecoder(config, **more), Adapters(3, 6.0))
+
+
+MODELS = {
+    "llama": LLAMA, "mixture": MIXTURE, "slots": SLOTS, "gpt2": GPT,
+    "adapters": (adapted, LLAMA[1]), "slots with adapters": (adapted, SLOTS[1]),
+}  # fmt: skip
 
 
 def batch(microbatches, sequences):
@@ -45,7 +56,15 @@ def wanted(model, history, microbatches):
     """Return the reference's parameters, state and step, on one device without a schedule."""
     make, config = MODELS[model]
     one, key = make(config, precision=Fp8(history)), jax.random.key(0)
-    wide = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float64), tree)  # noqa: E731
+
+    def wide(tree):
+        return jax.tree.map_with_path(wide_leaf, tree)
+
+    def wide_leaf(path, leaf):
+        if path[-1].key == "b":  # of an adapter, which begins as zero
+            leaf = 0.1 * jax.random.normal(jax.random.key(len(str(path))), leaf.shape)
+        return leaf.astype(jnp.float64)
+
     shared = wide(one.init_embed_head(key))
     layers = [
         wide(one.init_layer(key, i, kind)) for i, kind in enumerate(config.layer_kinds)
@@ -61,7 +80,7 @@ def wanted(model, history, microbatches):
     )  # fmt: skip
 
 
-@pytest.mark.slow(unless=["llama-0-zb_h1-*", "llama-4-1f1b-*"])
+@pytest.mark.slow(unless=["llama-0-zb_h1-*", "llama-4-1f1b-*", "adapters-4-*"])
 @pytest.mark.parametrize(
     ("model", "history", "name", "mesh", "sequence", "execution"),
     [
@@ -75,6 +94,11 @@ def wanted(model, history, microbatches):
         ("slots", 4, "zb_h1", (2, 2, 1, 2), False, {"remat": "full"}),
         ("slots", 4, "1f1b", (2, 2, 2, 2), True, {"zero_stage": 2, "poison_bubbles": True}),
         ("slots", 0, "1f1b", (2, 1, 2), False, {}),
+        ("adapters", 4, "zb_h1", (2, 2, 2), False, {"zero_stage": 2}),
+        ("adapters", 0, "zbv", (2, 2, 1), False, {"zero_stage": 3, "reshard_after_forward": True}),
+        ("adapters", 0, "dualpipe", (2, 1, 2), True, {"remat": "full"}),
+        ("slots with adapters", 4, "zb_h1", (2, 2, 2, 2), True, {"poison_bubbles": True}),
+        ("slots with adapters", 0, "1f1b", (2, 1, 2), False, {}),
     ],
 )
 def test_a_step_is_that_of_one_device(model, history, name, mesh, sequence, execution):

@@ -1,28 +1,31 @@
 """Adapters in a run: the base stays, PEFT reads and writes them, exports and scores are merged."""
 
 import json
+import re
 from math import prod
 
 import jax
 import numpy as np
 import pytest
 from hf_models import all_tensors, export, stored_params
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint.__main__ import main as checkpoint_command
+from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import ConfigError
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.memory import rank_bytes
 from jaxpipe.score import main as score_command
+from jaxpipe.train import main as train_command
 from jaxpipe.train import train
 from jaxpipe.training.trainer import Trainer
 from jaxpipe.training.weights import stream_weights
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from commands import SMALL  # noqa: E402
+from commands import SMALL, losses  # noqa: E402
 from saved_runs import saved_run  # noqa: E402
 from trained_models import logits_of, published  # noqa: E402
 
@@ -109,6 +112,21 @@ def test_a_published_model_is_tuned_and_handed_over(tmp_path, capsys):
     assert any((later[name] != leaf).any() for name, leaf in adapters.items())
 
 
+def test_adapters_learn_beside_a_base_in_8_bits(tmp_path):
+    """The base stays as it is, and its scales follow what it multiplies."""
+    overrides = (
+        *MESH, "parallel.schedule=zb_h1", "data.source=stdlib", "model.d_model=64",
+        "train.fp8=delayed", "train.fp8_history=4", "train.compute_dtype=bfloat16",
+    )  # fmt: skip
+    run(SMALL, tmp_path, *overrides, "train.steps=2")
+    step = run(SMALL, tmp_path, *overrides, "train.steps=24")
+    (frozen, _), (before, _) = leaves(step), leaves(step.with_name("2"))
+    assert all((frozen[name] == before[name]).all() for name in before)
+    assert (StoredCheckpoint(step).read([("variables", "fp8_history")])[0] > 0).all()
+    loss = list(losses(tmp_path).values())
+    assert np.mean(loss[-4:]) < np.mean(loss[:4]) - 0.5
+
+
 @pytest.mark.slow
 def test_adapters_of_experts_are_merged_and_written_one_by_one(tmp_path):
     trainer, state, _ = saved_run(
@@ -157,7 +175,6 @@ def test_the_plan_counts_no_gradient_of_frozen_parameters(zero_stage):
         (("lora.dropout=0.1",), "lora.dropout=0.1 with lora.rank=0"),
         ((*LORA, 'lora.targets=["wz"]'), "lora.targets has 'wz', but the weights"),
         ((*LORA, "parallel.tp=4"), "parallel.tp=4 must divide model.n_kv_heads"),
-        ((*LORA, "train.fp8=current", "train.compute_dtype=bfloat16"), "are not made in 8 bits"),
     ],
 )
 def test_refusals(overrides, sentence):
@@ -165,9 +182,34 @@ def test_refusals(overrides, sentence):
         check_settings(configs.load(SMALL, list(overrides)))
 
 
-def test_another_rank_is_refused(tmp_path):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 6.0}))
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}")
-    overrides = [*LORA, f"lora.adapter={tmp_path}", f"run.dir={tmp_path / 'run'}"]
-    with pytest.raises(ConfigError, match="has r=8, but lora.rank=3: set lora.rank=8"):
-        train(configs.load(SMALL, overrides))
+def write_adapters(folder, width=32, layers=(0, 1, 2, 3), **settings):
+    """Write adapters of the queries, of rank 3, as PEFT does."""
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 3, "lora_alpha": 6.0} | settings))
+    shapes = {"lora_A": (3, width), "lora_B": (width, 3)}
+    tensors = {
+        f"base_model.model.model.layers.{layer}.self_attn.q_proj.{name}.weight": np.ones(
+            shape, np.float32
+        )
+        for layer in layers
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ({"r": 8}, "has r=8, but lora.rank=3: set lora.rank=8"),
+        ({"use_rslora": True}, "has use_rslora=True, but adapters count lora.alpha / lora.rank"),
+        ({"layers": (0, 1, 3)}, "has no base_model.model.model.layers.2.self_attn.q_proj.lora_A"),
+        ({"layers": range(5)}, "also has base_model.model.model.layers.4.self_attn.q_proj.lora_A"),
+        ({"width": 48}, r"is of another model: lora/attn/wq/a has shape \(48, 3\) there"),
+    ],
+)
+def test_adapters_of_another_model_are_refused(tmp_path, capsys, written, sentence):
+    write_adapters(tmp_path, **written)
+    overrides = [*LORA, 'lora.targets=["wq"]', f"lora.adapter={tmp_path}", "train.eval_every=0"]
+    assert train_command([str(SMALL), *overrides, f"run.dir={tmp_path / 'run'}"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(sentence, error), error
+    assert error.count("\n") == 1
