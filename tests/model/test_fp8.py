@@ -218,7 +218,7 @@ def test_a_plan_knows_that_adapters_are_not_in_8_bits():
     adapted, plain = (costs_of(settings(lora=lora)).kinds["layer"] for lora in ({"rank": 4}, None))
     assert adapted.in_fp8 == plain.in_fp8 | {"W": 0.0}
     assert adapted.F - plain.F == adapted.B - plain.B == adapted.W > 0
-    stored = {value.dtype for values in adapted.waits.values() for value in values}
+    stored = {value.dtype for name in ("for_w", "stash") for value in adapted.waits[name]}
     assert stored == {jnp.dtype("bfloat16")}
 
 
