@@ -25,7 +25,7 @@ _SIZES = {
     "num_hidden_layers": 4, "hidden_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 12, "intermediate_size": 24, "intermediate_size_mlp": 56, "vocab_size": 96,
     "num_local_experts": 4, "attention_chunk_size": 8, "floor_scale": 4, "attn_scale": 0.5,
-    "max_position_embeddings": 64, "initializer_range": 0.2,
+    "max_position_embeddings": 96, "initializer_range": 0.2,
 }  # fmt: skip
 _SCALED = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 16.0, "low_freq_factor": 1.0,
@@ -94,8 +94,8 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, name, overrides):
     theirs = made_by_transformers(name)
     theirs.save_pretrained(tmp_path)
     prompts = [np.random.default_rng(0).integers(0, 96, n).tolist() for n in (21, 3)]
-    made = generator(tmp_path, *overrides.split()).generate(prompts, 16, lambda *_: False)
-    assert made == [greedy(theirs, prompt, 16) for prompt in prompts]
+    made = generator(tmp_path, *overrides.split()).generate(prompts, 64, lambda *_: False)
+    assert made == [greedy(theirs, prompt, 64) for prompt in prompts]
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
