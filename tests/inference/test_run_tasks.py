@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 from commands import SMALL, metrics
+from several import ends, start_all
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
@@ -84,6 +85,20 @@ def test_a_run_logs_the_numbers_of_its_checkpoints(tmp_path, monkeypatch, capsys
         scores = Scorer(LoadedModel.load(saved, config)).score(rows)
         want = sum(one.logprobs[-count:].sum() for one, count in zip(scores, ASKED, strict=True))
         np.testing.assert_allclose(logged[step]["tasks/counting/logprob"], want, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("stand_in")
+def test_two_processes_log_what_one_does(tmp_path, monkeypatch):
+    words = [str(SMALL), *RUN, 'train.evaluate_tasks=["counting"]']
+    command = [sys.executable, "-m", "jaxpipe.train", *words, f"run.dir={tmp_path}/two"]
+    paths = {"PYTHONPATH": f"{tmp_path}/packages:{SMALL.parents[2]}"}
+    made = ends(start_all(2, [*command, "runtime.cpu_devices=2"], paths))
+    assert [code for code, _ in made] == [0, 0], made
+    on_four_devices(monkeypatch)
+    assert main([*words, f"run.dir={tmp_path}/one"]) == 0
+    one, two = (metrics(tmp_path / name)[4]["tasks/counting/logprob"] for name in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-5)
 
 
 @pytest.mark.usefixtures("stand_in")
