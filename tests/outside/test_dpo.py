@@ -64,6 +64,7 @@ def test_loss_and_every_gradient_of_trl(dpo, layout):
         assert error < 1e-9, (path, error)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, which trl calls
 def test_the_record_is_what_trl_gives_today(dpo):
     pytest.importorskip("trl")
     import record_trl
