@@ -21,7 +21,7 @@ class _Panel(NamedTuple):
 
 
 _PANELS = (
-    _Panel("loss", ("loss", "eval_loss")),
+    _Panel("loss", ("loss", "eval_loss", "mtp_loss")),
     _Panel("gradient norm", ("grad_norm",)),
     _Panel("tokens/s", ("tokens_per_second",)),
     _Panel("step [s]", ("step_seconds", "data_seconds")),
