@@ -24,7 +24,12 @@ from jaxpipe import config as configs
 from jaxpipe.checkpoint.adapters import SETTINGS as ADAPTER_CONFIG
 from jaxpipe.checkpoint.adapters import export_adapters
 from jaxpipe.checkpoint.compatibility import check_same_settings
-from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface, training_settings
+from jaxpipe.checkpoint.huggingface import (
+    export_huggingface,
+    ignored_tensors,
+    import_huggingface,
+    training_settings,
+)
 from jaxpipe.checkpoint.inspection import describe_checkpoint
 from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
 from jaxpipe.checkpoint.serving import ServingFiles
@@ -144,6 +149,8 @@ def _import_for(arguments: argparse.Namespace, path: str, overrides: list[str]) 
         f"imported {config.model.parameter_count():,} parameters into {step}; a run starts from "
         f"them with:\n{shlex.join(['python', '-m', 'jaxpipe.train', path, *overrides, *start])}"
     )
+    if ignored := ignored_tensors(arguments.source, config.model):
+        print(f"left out {len(ignored)} tensors that are not of this model ({ignored[0]} first)")
     for name, value in training_settings(arguments.source, config.model).items():
         settings = getattr(config.model, name)
         print(f"its config.json asks for model.{name}={value:.6g}; the run's is {settings:.6g}")

@@ -133,6 +133,12 @@ def open_tensors(source: Path, model: ModelConfig) -> tuple[TensorFiles, list[Na
     return files, wanted
 
 
+def ignored_tensors(source: Path, model: ModelConfig) -> list[str]:
+    """Names of the tensors in `source` that an import leaves out, in order of the alphabet."""
+    files, wanted = open_tensors(source, model)
+    return sorted({*files.names}.difference(*(parameter.hf_names for parameter in wanted)))
+
+
 def read_serving_files(source: Path, model: ModelConfig) -> ServingFiles:
     """What generation needs besides the weights in `source`, with transformers' defaults."""
     return ServingFiles.read(

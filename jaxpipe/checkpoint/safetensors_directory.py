@@ -28,10 +28,10 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _QUANTISED = "U8"  # of blocks and scales in MXFP4
 # float64 and scaled 8-bit floats are read as float32, the dtype of a run's parameters.
 _READ_AS = DTYPES | dict.fromkeys(("F64", block_fp8.KIND), DTYPES["F32"])
-# Insertions of torch.compile and FSDP into the names of wrapped modules, and prefixes that peft and
-# DistributedDataParallel put before all names.
+# Insertions of torch.compile and FSDP into the names of wrapped modules, and prefixes that peft,
+# DistributedDataParallel and multimodal models put before all names of a text model.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-_PREFIXES = ("base_model.model.", "module.")
+_PREFIXES = ("base_model.model.", "module.", "language_model.")
 _ADAPTERS = (".lora_A.", ".lora_B.", ".base_layer.", ".modules_to_save.")
 
 Shape = tuple[int, ...]

@@ -103,6 +103,12 @@ def architecture(theirs: Mapping[str, Any], known: Sequence[str]) -> str:
     return names[0]
 
 
+def of_text(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json in which the fields of a multimodal model's text model are not nested."""
+    own = theirs.get("text_config") or {}
+    return {**theirs, **own, "architectures": theirs.get("architectures")}
+
+
 def sizes(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> dict[str, Any]:
     """Sizes by our names, for fields that have no default.
 

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from jaxpipe.model.decoder_config import PositiveFloat
 from jaxpipe.model.family import Count
-from jaxpipe.model.llama.config import LOCAL, LlamaConfig
+from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.presets import Preset, decoder_sizes
 
 
@@ -40,7 +40,7 @@ class Gemma3Config(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only
     def of_kind(self, kind: str) -> Self:
         """The same configuration as layers of a kind read it: with their window and wavelengths."""
         own = super().of_kind(kind)
-        if not kind.startswith(LOCAL):
+        if not own.sliding_window:
             return own
         unscaled = {"rope_scaling": "linear", "rope_factor": 1.0}
         return replace(own, rope_theta=self.rope_local_theta, **unscaled)

@@ -6,13 +6,15 @@ from typing import Any, ClassVar
 from jaxpipe.model.gemma3.config import Gemma3Config
 from jaxpipe.model.llama.architectures.qwen3 import Qwen3Format
 from jaxpipe.model.llama.huggingface import FULL, LOCAL, Fields, LlamaFormat, Names
-from jaxpipe.model.published import HuggingFaceTensor
+from jaxpipe.model.published import HuggingFaceTensor, of_text
 
 
 class Gemma3Format(LlamaFormat):
-    """`Gemma3ForCausalLM`."""
+    """`Gemma3ForCausalLM`, and the text model of `Gemma3ForConditionalGeneration`."""
 
-    ARCHITECTURES: ClassVar[tuple[str, ...]] = ("Gemma3ForCausalLM",)
+    ARCHITECTURES: ClassVar[tuple[str, ...]] = (
+        "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration",
+    )  # fmt: skip
     MODEL_TYPE: ClassVar[str] = "gemma3_text"
     MODELS: ClassVar[str] = "a text model of Gemma 3"
     LAYER: ClassVar[Names] = {
@@ -22,9 +24,9 @@ class Gemma3Format(LlamaFormat):
         "mlp_post_norm/scale": HuggingFaceTensor("post_feedforward_layernorm.weight"),
     }
     DEFAULTS: ClassVar[Fields] = {
-        "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-        "bos_token_id": 2, "eos_token_id": 1,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
+        "tie_word_embeddings": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 256, "sliding_window": 4096, "bos_token_id": 2, "eos_token_id": 1,
     }  # fmt: skip
     CHOICES: ClassVar[Fields] = {"qk_norm": True, "qkv_bias": False, "n_experts": 0}
     ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -47,6 +49,7 @@ class Gemma3Format(LlamaFormat):
 
         Version 5 has `rope_parameters` for each type of layer.
         """
+        theirs = of_text(theirs)
         ropes = theirs.get("rope_parameters") or {}
         local, full = ropes.get(LOCAL) or {}, ropes.get(FULL) or {}
         if local.get("rope_type", "default") != "default":

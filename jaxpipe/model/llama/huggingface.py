@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.published import HuggingFaceTensor, architecture, check_only, sizes
+from jaxpipe.model.published import HuggingFaceTensor, architecture, check_only, of_text, sizes
 from jaxpipe.model.rope import huggingface as rope
 
 FULL, LOCAL = "full_attention", "sliding_attention"  # entries of `layer_types`
@@ -53,6 +53,7 @@ class LlamaFormat:
         "head": HuggingFaceTensor(HEAD, transposed=True),
     }
     BUFFERS: ClassVar[tuple[str, ...]] = (".rotary_emb.inv_freq",)  # in files of old versions
+    IMAGES: ClassVar[tuple[str, ...]] = ("vision_model.", "vision_tower.", "multi_modal_projector.")
     SIZES: ClassVar[Mapping[str, str]] = {
         "num_hidden_layers": "n_layers",
         "hidden_size": "d_model",
@@ -82,13 +83,17 @@ class LlamaFormat:
         """Whether the head is the transposed embedding."""
         return model.tied
 
+    def ignores(self, name: str, model: LlamaConfig) -> bool:
+        """Whether a tensor is of the images of a multimodal model."""
+        return name.startswith(self.IMAGES)
+
     def with_defaults(self, theirs: Fields) -> Fields:
         """A config.json with transformers' defaults for absent fields.
 
         Raises `ValueError` where it names another architecture.
         """
         architecture(theirs, self.ARCHITECTURES)
-        return {**self.DEFAULTS, **theirs}
+        return {**self.DEFAULTS, **of_text(theirs)}
 
     def expected(self, theirs: Fields) -> dict[str, Any]:
         """The fields of `[model]` that a config.json implies.
@@ -146,7 +151,7 @@ class LlamaFormat:
         model.
         """
         return {
-            "architectures": [*self.ARCHITECTURES],
+            "architectures": [self.ARCHITECTURES[0]],
             "model_type": self.MODEL_TYPE,
             **{theirs: getattr(model, ours) for theirs, ours in self.SIZES.items()},
             "num_key_value_heads": model.n_kv_heads,

@@ -26,9 +26,11 @@ _ONLY = {
 
 
 class Llama4Format(LlamaFormat):
-    """`Llama4ForCausalLM`."""
+    """`Llama4ForCausalLM`, and the text model of `Llama4ForConditionalGeneration`."""
 
-    ARCHITECTURES: ClassVar[tuple[str, ...]] = ("Llama4ForCausalLM",)
+    ARCHITECTURES: ClassVar[tuple[str, ...]] = (
+        "Llama4ForCausalLM", "Llama4ForConditionalGeneration",
+    )  # fmt: skip
     MODEL_TYPE: ClassVar[str] = "llama4_text"
     MODELS: ClassVar[str] = "a text model of Llama 4"
     LAYER: ClassVar[Names] = {
