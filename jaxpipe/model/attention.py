@@ -51,12 +51,14 @@ class CausalAttention:
       kernel: "xla" for plain matrix products, "cudnn" for cuDNN's fused kernel.
       window: number of last tokens that a query attends to, its own included; 0: all.
       documents: most documents in a packed row; 0: a row is one text.
+      gathered: whether a layer that `gathers` passes the keys and values of all devices' tokens.
     """
 
     sequence: FullSequence = FULL_SEQUENCE
     kernel: Literal["xla", "cudnn"] = "xla"
     window: int = 0
     documents: int = 0
+    gathered: bool = False
 
     def __call__(
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array,
@@ -107,7 +109,7 @@ class CausalAttention:
         """Attend with this device's heads; keys are local, all-gathered, or go round a ring."""
         sequence, length = self.sequence, q_BLHK.shape[1]
         k_BSGK, v_BSGK = k_BLGK, v_BLGK
-        if self._gathers:
+        if self.gathers and not self.gathered:
             k_BSGK, v_BSGK = map(sequence.gather, (k_BLGK, v_BLGK))
         tokens, begin, slice_begin = k_BSGK.shape[1], 0, 0
         if past is not None:
@@ -120,7 +122,7 @@ class CausalAttention:
         needs_blocks = self._needs_blocks(tokens, length, past, documents, sink_H is not None)
         if needs_blocks and not on_shares:
             key_range = KeyRange.of(place_L, len(q_BLHK), self.window, position_BL)
-            of_keys = FULL_SEQUENCE if self._gathers else sequence
+            of_keys = FULL_SEQUENCE if self.gathers else sequence
             layout = RingLayout(of_keys, tokens, self._blocks(length))
             slice_begin = jnp.asarray(slice_begin, jnp.int32)
             operands = q_BLHK, k_BSGK, v_BSGK, key_range, slice_begin, sink_H
@@ -131,7 +133,7 @@ class CausalAttention:
             of_keys = *own_documents, first, self.window, sink_H
             return packed_attention(q_BLHK, k_BSGK, v_BSGK, *of_keys), past
         mask_B1LS = None
-        if self._gathers or past is not None:
+        if self.gathers or past is not None:
             mask_B1LS = _attention_mask(
                 place_L, jnp.arange(k_BSGK.shape[1]), self.window, position_BL
             )
@@ -151,7 +153,8 @@ class CausalAttention:
         return mixed_BLHK, past
 
     @property
-    def _gathers(self) -> bool:
+    def gathers(self) -> bool:
+        """Whether queries attend to keys that are all-gathered from the other devices."""
         return self.sequence.size > 1 and not self.sequence.heads
 
     def _needs_blocks(

@@ -1,9 +1,11 @@
 """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
 
-Shapes: B examples, L tokens, D model, H heads, of which a device has its shard, K the width of a
-query or key head, of which N dims have no position and P are rotated, V the width of a value, R
-that of the latent of keys and values.
+Shapes: B examples, L tokens, S keys (L, or those of all devices where latents are gathered), D
+model, H heads, of which a device has its shard, K the width of a query or key head, of which N dims
+have no position and P are rotated, V the width of a value, R that of the latent of keys and values.
 """
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +28,9 @@ class LatentAttention(nnx.Module):
     share the layer have complete heads; each makes the latents itself, of replicated weights, whose
     gradients from its own heads are partial.
 
-    Devices that share a sequence, and sequence slices, exchange and cache keys and values of all
-    heads, not the latent: every attention kernel then works as it is, but more bytes travel and are
-    cached, H (K + V) per token in place of R + P.
+    Where devices that share a sequence all-gather keys and values, they gather what these are made
+    of, R + P values per token in place of H (K + V). Rings, exchanged heads and sequence slices
+    pass on and cache keys and values of all heads: every attention kernel then works as it is.
     """
 
     def __init__(self, config: DeepseekConfig, parts: LayerParts, init: Init):
@@ -47,6 +49,7 @@ class LatentAttention(nnx.Module):
         self.wkv_b = init("attn/wkv_b", (rank, keys_and_values), 0.02, parts.cut(1))
         self.wo = init("attn/wo", (heads * config.v_head_dim, d), out_std, parts.cut(0))
         self.config, self.parts = config, parts
+        self.attend = replace(parts.attend, gathered=parts.attend.gathers)
 
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, given: LayerInputs
@@ -56,15 +59,17 @@ class LatentAttention(nnx.Module):
         x_BLD = devices.enter(x_BLD)
         q_BLX, latent_BLX = self._project(x_BLD, given.dot)
         q_BLHK = self._heads(q_BLX, config.head_size)
-        latent_BLR, key_BLP = jnp.split(latent_BLX, [config.kv_lora_rank], axis=-1)
-        (kv_BLX,) = given.dot(self.kv_norm(latent_BLR), wkv_b=self.wkv_b[...])
-        kv_BLHX = self._heads(kv_BLX, config.qk_nope_head_dim + config.v_head_dim)
-        key_BLHN, v_BLHV = jnp.split(kv_BLHX, [config.qk_nope_head_dim], axis=-1)
-        key_BL1P = rotary(key_BLP[:, :, None], positions_BL, config, interleaved=True)
-        key_BLHP = jnp.broadcast_to(key_BL1P, (*key_BLHN.shape[:3], config.qk_rope_head_dim))
-        k_BLHK = jnp.concatenate([key_BLHN, key_BLHP], axis=-1)
+        latent_BSR, key_BSP = jnp.split(latent_BLX, [config.kv_lora_rank], axis=-1)
+        key_BS1P = rotary(key_BSP[:, :, None], positions_BL, config, interleaved=True)
+        if self.attend.gathered:
+            latent_BSR, key_BS1P = map(self.attend.sequence.gather, (latent_BSR, key_BS1P))
+        (kv_BSX,) = given.dot(self.kv_norm(latent_BSR), wkv_b=self.wkv_b[...])
+        kv_BSHX = self._heads(kv_BSX, config.qk_nope_head_dim + config.v_head_dim)
+        key_BSHN, v_BSHV = jnp.split(kv_BSHX, [config.qk_nope_head_dim], axis=-1)
+        key_BSHP = jnp.broadcast_to(key_BS1P, (*key_BSHN.shape[:3], config.qk_rope_head_dim))
+        k_BSHK = jnp.concatenate([key_BSHN, key_BSHP], axis=-1)
         q_BLHK = self._rotated_queries(q_BLHK, positions_BL)
-        mixed_BLHV, past = self.parts.attend(q_BLHK, k_BLHK, v_BLHV, *given.of_attention)
+        mixed_BLHV, past = self.attend(q_BLHK, k_BSHK, v_BSHV, *given.of_attention)
         mixed_BLX = mixed_BLHV.reshape(*x_BLD.shape[:2], -1)
         (made_BLD,) = given.dot(mixed_BLX, wo=self.wo[...])
         return devices.leave(made_BLD), past
