@@ -5,8 +5,9 @@ and log-sum-exp over all keys, the kernel's gradient is the block's contribution
 gradient (`jaxpipe.model.blocks`). So blocks use cuDNN's two calls directly, and not jax's function,
 whose gradient ignores the cotangent of the log-sum-exp.
 
-The calls can be traced anywhere, and run on GPUs only. jax's function cannot be traced without a
-GPU: a plan traces the model within `replace_kernels`, where the calls replace the function.
+The calls can be traced anywhere, and run on GPUs only. They take no mask. jax's function does, but
+cannot be traced without a GPU, and compiled for absent ones it takes no heads wider than 128: a
+plan traces the model within `replace_kernels`, where the calls replace the function.
 """
 
 from collections.abc import Iterator
@@ -35,19 +36,11 @@ def fused_attention(
     mask_11LS: jax.Array | None,
     window: int = 0,
 ) -> jax.Array:
-    """Attention where the mask is true; without a mask causal, in the window if it is not 0.
-
-    jax counts a window as tokens to the left of a query, without the query itself.
-    """
-    if is_replacing_kernels():
-        return _stand_in(mask_11LS is None, window, q_BLHK, k_BSGK, v_BSGK)
-    if mask_11LS is not None:
-        return _of_library(q_BLHK, k_BSGK, v_BSGK, mask=mask_11LS)
-    left = (window - 1, 0) if window else None
-    return _of_library(q_BLHK, k_BSGK, v_BSGK, is_causal=True, local_window_size=left)
-
-
-_of_library = partial(jax.nn.dot_product_attention, implementation="cudnn")
+    """Attention where the mask is true; without a mask causal, in the window if it is not 0."""
+    operands = q_BLHK, k_BSGK, v_BSGK
+    if mask_11LS is None or is_replacing_kernels():
+        return _attend(mask_11LS is None, window, *operands)
+    return jax.nn.dot_product_attention(*operands, mask=mask_11LS, implementation="cudnn")
 
 
 @contextmanager
@@ -140,19 +133,19 @@ _FORWARD, _BACKWARD = define_attention("fused", _lower_forward, _lower_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _stand_in(causal: bool, window: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return _stand_in_forward(causal, window, q, k, v)[0]
+def _attend(causal: bool, window: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _attend_forward(causal, window, q, k, v)[0]
 
 
-def _stand_in_forward(
+def _attend_forward(
     causal: bool, window: int, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, tuple]:
     mixed, logsumexp = _FORWARD.bind(q, k, v, causal=causal, window=window)
     return mixed, (q, k, v, logsumexp, mixed)
 
 
-def _stand_in_backward(causal: bool, window: int, residuals: tuple, dmixed: jax.Array) -> tuple:
+def _attend_backward(causal: bool, window: int, residuals: tuple, dmixed: jax.Array) -> tuple:
     return tuple(_BACKWARD.bind(*residuals, dmixed, causal=causal, window=window))
 
 
-_stand_in.defvjp(_stand_in_forward, _stand_in_backward)
+_attend.defvjp(_attend_forward, _attend_backward)
