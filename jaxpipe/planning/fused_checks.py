@@ -15,7 +15,7 @@ def check_fused(config: Config) -> None:
     `train.fused_steps` above 1 excludes `train.variable_length`, `train.offload_moments` and
     `train.corruption_check_every`; with a schedule whose ranks have stages of both directions
     (dualpipe) also `log.bubble_every`, and with any other: `train.spike_sigma`,
-    `debug.skip_update`, `debug.print_messages`, a head that is the embedding,
+    `debug.skip_update`, `debug.print_messages`, a head that is the embedding, `model.mtp_depth`,
     `parallel.vocab_parallel_pp`, experts, `train.fp8`, `train.compute_dtype='float16'`,
     `parallel.slices`, `parallel.reshard_after_forward`, and optimizers that do not update value by
     value.
@@ -62,6 +62,8 @@ def _unmet(config: Config) -> Iterator[tuple[str, str]]:
         yield "debug.print_messages=true", "ticks of several steps have no numbers of their own"
     if model.tied:
         yield "a head that is the embedding", "two ranks would update it"
+    if depth := model.tokens_ahead:
+        yield f"model.mtp_depth={depth}", "ranks whose layers read the ends would update them, too"
     if parallel.vocab_parallel_pp is True:
         yield "parallel.vocab_parallel_pp=true", "ranks that share the ends would wait in them"
     if model.routed_experts:

@@ -2,14 +2,19 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from resolving import resolved
 
 from jaxpipe.config import ConfigError, load
+from jaxpipe.model.deepseek.config import DeepseekConfig
 from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.planning import Devices, arrange
+from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.fused_checks import check_fused
 
 BASE = Path(__file__).parents[1] / "data" / "base.toml"
+GPT_OSS = BASE.parents[2] / "configs" / "gpt_oss_20b_pp2_ep4.toml"
 SHARED = ("parallel.pp=1", "parallel.dp=2", "parallel.cp=2")
 FUSED_RING = (
     "parallel.cp_method=ring", "model.attention=cudnn", "train.compute_dtype=bfloat16",
@@ -278,6 +283,34 @@ def test_validate_rejects_steps_in_one_program(overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
         resolved(load(BASE, ["train.fused_steps=4", *overrides]), count=2)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.cp=2"], "parallel.cp_method='gather' masks keys, .* for the attention sinks"),
+        (["parallel.slices=2"], "parallel.slices with model.sliding_window=128 masks .* sinks"),
+        (
+            ["parallel.cp=2", "parallel.cp_method=ring"],
+            "parallel.cp_method='ring' and model.attention='cudnn' with a window of 128 tokens",
+        ),
+        (["model.rope_scaling=ntk"], "unknown model.rope_scaling='ntk': use one of 'llama3', 'ya"),
+    ],
+)
+def test_gpt_oss_excludes(overrides, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_settings(load(GPT_OSS, overrides))
+    assert "\n" not in str(caught.value)
+
+
+def test_steps_in_one_program_exclude_a_layer_that_predicts_further_tokens():
+    model = DeepseekConfig(
+        family="deepseek", n_layers=3, d_model=32, n_heads=2, d_ff=32, vocab_size=32, mtp_depth=1,
+        kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    config = msgspec.structs.replace(load(BASE, ["train.fused_steps=4"]), model=model)
+    with pytest.raises(ConfigError, match="train.fused_steps=4 with model.mtp_depth=1: ranks"):
+        check_fused(config)
 
 
 def test_ends_are_not_shared_by_steps_in_one_program():
