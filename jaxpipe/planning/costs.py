@@ -12,6 +12,8 @@ from jaxpipe.config import Config, DataConfig, ParallelConfig, TrainConfig
 if TYPE_CHECKING:
     import jax
 
+    from jaxpipe.planning.liveness import WorkingSet
+
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -41,6 +43,7 @@ class LayerCosts:
       shared: bytes that a device sends to replicas that share its sequences (cp), in each.
       turned: the bytes of `shared` that go round the ring of ring attention.
       tensor: bytes that a device sends to devices that share its layers (tp), in each.
+      working: what F, B, W and BW hold beside parameters and stored values.
     """
 
     F: float
@@ -54,6 +57,7 @@ class LayerCosts:
     shared: Mapping[str, float]
     turned: Mapping[str, float]
     tensor: Mapping[str, float]
+    working: Mapping[str, "WorkingSet"]
 
     @property
     def for_b(self) -> int:
@@ -84,6 +88,7 @@ class ModelCosts:
       kinds: the costs of each layer kind.
       order: the kind of every layer.
       head: FLOPs of the loss of a microbatch or slice with all its gradients.
+      head_bytes: bytes that it holds at once beside its inputs.
       message: bytes of the activations between two layers, or of their gradient.
       ends: the parameters of embedding, final norm and head.
       reads: whether layers read these parameters (`LayerKind.reads`).
@@ -92,6 +97,7 @@ class ModelCosts:
     kinds: Mapping[str, LayerCosts]
     order: tuple[str, ...]
     head: float
+    head_bytes: int
     message: int
     ends: Parameters
     reads: bool = False

@@ -1,5 +1,6 @@
 """Bytes on one device: the largest rank's, since one program sizes all ranks' buffers alike."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,8 +34,8 @@ class RankBytes:
       copies: what the ops read, in the compute dtype and all-gathered; a bidirectional schedule has
         two stages of layers.
       activations: values that are live for B, W or the next sequence slice, and queued messages.
-      head: logits and their gradient in float32 while the head runs; with loss chunks those of a
-        chunk, and the gradient of the head's matrix.
+      working: what the cell that holds most computes with beside all these: an action of a layer or
+        the head, by liveness over its equations (`liveness.py`).
       host: bytes in its host's memory, not on the device: residuals (`train.offload_layers`) and
         moments (`train.offload_moments`).
       kept: with `train.fused_steps` a second state, next to the state before the steps; every rank
@@ -46,7 +47,7 @@ class RankBytes:
     gradients: int
     copies: int
     activations: int
-    head: int
+    working: int
     host: int = 0
     kept: int = 0
 
@@ -59,7 +60,8 @@ class RankBytes:
 def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> RankBytes:
     """Return the bytes of a device under a schedule with these stages, lowered to `tables`.
 
-    With None for `tables`, activations count as 0: the other bytes are the same for every order.
+    With None for `tables`, activations count as 0 and the working set as that of the head, F, B or W
+    alone: no order has less.
     """
     train, parallel = config.train, config.parallel
     item, costs = ITEMSIZE[train.compute_dtype], costs_of(config)
@@ -81,7 +83,7 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
     else:
         read += trained.whole * ((cast or trained.whole != trained.part) + mirrored)
         read += frozen.whole * ((frozen.whole != frozen.part) + mirrored)
-    logits, matrix = logits_of(config), config.model.d_model * _vocabulary(config)
+    logits = logits_of(config)
     activations = host = 0
     if tables is not None:
         rings = _rings(costs, layout, tables, train.offload_layers)
@@ -94,7 +96,7 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
         gradients=FLOAT32 * (sums * (1 + mirrored) + end.whole + of_layers * end.of_layers),
         copies=item * read,
         activations=activations,
-        head=FLOAT32 * (2 * logits + matrix * (train.loss_chunks > 1)),
+        working=_working(costs, layout, tables),
         host=host + train.offload_moments * moments,
         kept=overlaps * (trained.of_rank + end.of_rank + frozen.of_rank + frozen_end.of_rank),
     )
@@ -102,15 +104,35 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
 
 def logits_of(config: Config) -> int:
     """Number of logits that a device computes at once, of a microbatch, slice or loss chunk."""
-    train = config.train
-    tokens = train.microbatch_size * train.seq_len // config.parallel.rows_per_sequence
-    return tokens // train.loss_chunks * _vocabulary(config)
+    train, parallel = config.train, config.parallel
+    tokens = train.microbatch_size * train.seq_len // parallel.rows_per_sequence
+    vocabulary = -(-config.model.vocab_size // (parallel.tp * (parallel.ends_shared_by or 1)))
+    return tokens // train.loss_chunks * vocabulary
 
 
-def _vocabulary(config: Config) -> int:
-    """Vocabulary entries on a device, padding included."""
-    parallel = config.parallel
-    return -(-config.model.vocab_size // (parallel.tp * (parallel.ends_shared_by or 1)))
+def _working(costs: ModelCosts, layout: "StageLayout", tables: Tables | None) -> int:
+    """Bytes of the cell that holds most, beside what is stored.
+
+    F and B hold what the layers of a chunk return until its last layer: XLA writes it to the ring
+    buffers last. Of a pair, F ends with the B of as many layers; the W of those before may run
+    beside it.
+    """
+    if tables is None:
+        kinds = [costs.kinds[kind].working for kind in {*layout.slot_kinds}]
+        return max(costs.head_bytes, *(kind[op].peak for kind in kinds for op in "FBW"))
+
+    def of_chunk(op: str, kinds: Sequence[str]) -> int:
+        layers = [costs.kinds[kind].working[op] for kind in kinds]
+        results = [layer.results for layer in layers]
+        return max(layer.peak for layer in layers) + sum(results) - min(results)
+
+    def largest(op: str) -> int:
+        return max(of_chunk(op, kinds) for kinds in layout.chunk_kinds)
+
+    alone = max(map(len, layout.chunk_kinds)) == 1
+    pairs = [largest("F") + largest("B" if alone else pair.op.name) for pair in tables.pairs]
+    ops = {"F", *(op.name for op, _ in tables.gradients), *(pair.op.name for pair in tables.pairs)}
+    return max(costs.head_bytes, *map(largest, ops), *pairs)
 
 
 def _messages(costs: ModelCosts, tables: Tables) -> int:

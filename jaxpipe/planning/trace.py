@@ -1,13 +1,14 @@
 """Traces the costs of a model at the shapes of one device, on an abstract mesh."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
+from itertools import islice
 from math import lcm, prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxpipe.config import Config, ParallelConfig
@@ -24,6 +25,7 @@ from jaxpipe.pipeline import POLICIES
 from jaxpipe.pipeline.split import Cotangent, LayerSplit, inexact
 from jaxpipe.pipeline.traced_kind import TracedKind, embed_head_of
 from jaxpipe.planning.costs import LayerCosts, ModelCosts, Parameters, size_of
+from jaxpipe.planning.liveness import WorkingSet, working_set
 from jaxpipe.planning.model import model_of
 
 Tree = Any
@@ -77,12 +79,13 @@ def trace(
 
         loss_and_gradients = jax.grad(total, argnums=(0, 1), allow_int=True)
         if known_ends:
-            head = known_ends.head
+            head, head_bytes = known_ends.head, known_ends.head_bytes
         else:
-            head = _flops(loss_and_gradients, select(trained, ends), x, rows)
+            traced = jax.make_jaxpr(loss_and_gradients)(select(trained, ends), x, rows)
+            head, head_bytes = product_flops(traced.jaxpr), working_set(traced.jaxpr).peak
         reads = any(functions.kinds_by_name[name].reads for name in layers)
         kinds = known_layers.kinds if known_layers else kinds
-        costs.append(ModelCosts(kinds, order, head, _bytes(x), of_ends, reads))
+        costs.append(ModelCosts(kinds, order, head, head_bytes, _bytes(x), of_ends, reads))
 
     arguments = (
         _parts(ends, end_leaves, sizes, dtype),
@@ -202,14 +205,21 @@ def _layer_costs(
     split: LayerSplit = run.split
     residuals, dloss = split.residuals, run.output.aux.loss
     dy = Cotangent(x, inexact(run.state), dloss)
-    before = (parallel.slices - 1) / 2
-    ops = {
-        "F": jax.make_jaxpr(split.forward)(params, x, context),
-        "B": jax.make_jaxpr(split.backward_input)(params, context, residuals, dy),
-        "W": jax.make_jaxpr(split.backward_weight)(
-            params, context, residuals.for_w, split.stash, dloss
-        ),
+    before, stash = (parallel.slices - 1) / 2, split.stash
+    # of each op its function, the inputs that are live and those that ring buffers store
+    calls = {
+        "F": (split.forward, (params, x, context), {1}, ()),
+        "B": (split.backward_input, (params, context, residuals, dy), {3}, {2}),
+        "W": (split.backward_weight, (params, context, residuals.for_w, stash, dloss), (), {2, 3}),
+        "BW": (split.backward, (params, context, residuals, dy), {3}, {2}),
     }
+    every = {op: jax.make_jaxpr(function)(*args) for op, (function, args, *_) in calls.items()}
+    working = {
+        op: working_set(every[op].jaxpr, *(_inputs(every[op].jaxpr, args, of) for of in (live, stored)))
+        for op, (_, args, live, stored) in calls.items()
+    }
+    working["BW"] = WorkingSet(max(one.peak for one in working.values()), 0)  # it does both
+    ops = {op: every[op] for op in ("F", "B", "W")}
 
     def sent(axes: tuple[str, ...], devices: int, **of: bool) -> dict[str, float]:
         return {
@@ -225,8 +235,16 @@ def _layer_costs(
         tensor=sent((TP,), parallel.tp),
         waits={"for_b": residuals.for_b, "for_w": residuals.for_w, "stash": split.stash},
         state=_bytes(run.state),
+        working=working,
         parameters=parameters,
     )
+
+
+def _inputs(jaxpr: Jaxpr, args: tuple[Tree, ...], places: Collection[int]) -> list[Var]:
+    """The variables of a jaxpr for some of the arguments that it was traced with."""
+    left = iter(jaxpr.invars)
+    of = [list(islice(left, len(jax.tree.leaves(arg)))) for arg in args]
+    return [var for place in places for var in of[place]]
 
 
 def rows_of(config: Config, functions: StageFunctions) -> Tree:
@@ -258,10 +276,6 @@ def _parts(tree: Tree, leaves: Tree, sizes: dict[str, int], dtype: Any) -> Tree:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     return jax.tree.map(part, tree, leaves)
-
-
-def _flops(function: Callable[..., Any], *args: Any) -> float:
-    return product_flops(jax.make_jaxpr(function)(*args).jaxpr)
 
 
 def _bytes(tree: Tree) -> int:
