@@ -8,6 +8,7 @@ compute it again, and the values that it is computed from stay live for them.
 """
 
 from collections.abc import Collection, Iterator
+from itertools import count
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,16 +19,29 @@ _CALLS = (
     "custom_vjp_call", "custom_vjp_call_jaxpr",
 )  # fmt: skip
 _BODIES = ("scan", "while", "cond")
-# Operations whose operands and results are in memory; the names of some begin so.
+# Operations whose operands and results are in memory, by the beginnings of their names.
 _KERNELS = (
     "all_gather", "all_to_all", "conv_general", "cum", "dot_general", "dot_product_attention",
     "optimization_barrier", "pallas_call", "ppermute", "psum", "ragged_dot", "reduce_scatter",
     "scatter", "sort", "top_k", *_BODIES,
 )  # fmt: skip
+_REDUCTIONS = ("argmax", "argmin", "reduce_")  # read fused operands and write their results
+_PRODUCTS = ("dot_general", "ragged_dot")
 _RENAMES = ("convert_element_type", "copy", "name", "reshape", "transpose")
 _SUMS = ("add", "add_any")
-# Operations that read fused operands and write their results.
-_REDUCTIONS = ("argmax", "argmin", "reduce_")
+
+
+class Value(NamedTuple):
+    """A variable of a jaxpr in one of its calls; a jaxpr that is called twice has one of each."""
+
+    var: Var
+    call: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of its array."""
+        aval = self.var.aval
+        return prod(aval.shape) * aval.dtype.itemsize
 
 
 class Step(NamedTuple):
@@ -35,13 +49,13 @@ class Step(NamedTuple):
 
     Attributes:
       name: of the primitive.
-      reads, makes: its operands and results, without constants.
-      inner: bytes that its body holds at once, if it is a loop or a branch.
+      reads, makes: its operands and results, without literals.
+      inner: bytes that its body holds at once, if it is a loop or a condition.
     """
 
     name: str
-    reads: tuple[Var, ...]
-    makes: tuple[Var, ...]
+    reads: tuple[Value, ...]
+    makes: tuple[Value, ...]
     inner: int
 
     @property
@@ -49,19 +63,14 @@ class Step(NamedTuple):
         """Whether its results are computed by those who read them."""
         return not self.name.startswith(_KERNELS + _REDUCTIONS)
 
-    @property
-    def is_product(self) -> bool:
-        """Whether it is a matrix product, which can be added to an array in place."""
-        return self.name.startswith(("dot_general", "ragged_dot"))
-
 
 class WorkingSet(NamedTuple):
-    """Bytes in memory while a function runs.
+    """Bytes of the values that a function computes.
 
     Attributes:
-      peak: the most at once; results count until their last reader in the function, as if its
-        caller then added or wrote them where it has room.
-      results: of results that are in memory: what a caller that writes them later has to hold.
+      peak: the most in memory at once. Results count until their last reader in the function: its
+        caller adds them to something, or writes them where it has room.
+      results: of results in memory: what a caller holds that writes them later.
     """
 
     peak: int
@@ -76,105 +85,111 @@ def working_set(
     Args:
       jaxpr: traced at the shapes of one device.
       live: inputs that take memory until their last reader; other inputs take none.
-      stored: inputs that are slices of larger arrays, which kernels read from a copy.
+      stored: inputs that are slices of larger arrays, of which kernels read a copy.
 
     >>> import jax, jax.numpy as jnp
     >>> def mlp(x, up, down):
     ...     return jnp.sin(jnp.tanh(x @ up) @ down)
     >>> jaxpr = jax.make_jaxpr(mlp)(jnp.ones((2, 3)), jnp.ones((3, 5)), jnp.ones((5, 3))).jaxpr
-    >>> working_set(jaxpr)  # x @ up and its tanh, of 10 floats each
+    >>> working_set(jaxpr)  # x @ up and its tanh, 10 floats each
     WorkingSet(peak=80, results=0)
     """
-    steps = list(_steps(jaxpr, {}))
-    outputs = {var for var in jaxpr.outvars if isinstance(var, Var)}
-    written = _written(steps, stored, outputs)
-    sources = {var: frozenset((var,)) for var in written.union(live)}
-    begins = dict.fromkeys(live, 0)
-    ends: dict[Var, int] = {}
+    steps = list(_steps(jaxpr, {}, 0, count(1)))
+    outputs = {Value(var) for var in jaxpr.outvars if isinstance(var, Var)}
+    written = _written(steps, set(map(Value, stored)), outputs)
+    given = set(map(Value, live))
+    sources = {value: frozenset((value,)) for value in written | given}
+    begins, ends = dict.fromkeys(given, 0), {}
     for place, step in enumerate(steps):
-        read = frozenset().union(*(sources.get(var, ()) for var in step.reads))
-        sources |= {var: read for var in step.makes if step.is_fused and var not in written}
+        read = frozenset().union(*(sources.get(value, ()) for value in step.reads))
         made = written.intersection(step.makes)
-        for var in made.union(read) if made or not step.is_fused else ():
-            begins.setdefault(var, place)
-            ends[var] = place
-    results = sum(_bytes(var) for var in written.intersection(outputs))
+        if step.is_fused and not made:
+            sources |= dict.fromkeys(step.makes, read)
+            continue
+        for value in made | read:
+            begins.setdefault(value, place)
+            ends[value] = place
+    results = sum(value.size for value in written & outputs)
     return WorkingSet(_largest(steps, begins, ends), results)
 
 
-def _written(steps: list[Step], stored: Collection[Var], results: set[Var]) -> set[Var]:
-    """The values in memory: what operations make that are not fused, and what kernels read.
+def _written(steps: list[Step], stored: set[Value], outputs: set[Value]) -> set[Value]:
+    """The values in memory: results of operations that are not fused, and what kernels read.
 
-    A product that is only added to something is added where that is, as one of a gradient to its
-    sum.
+    A product that is only added to something is added in place, as a gradient to its sum.
     """
-    makers = {var: step for step in steps for var in step.makes}
-    readers: dict[Var, list[Step]] = {}
+    readers: dict[Value, list[Step]] = {}
     for step in steps:
-        for var in {*step.reads}:
-            readers.setdefault(var, []).append(step)
-    written = {var for var, step in makers.items() if not step.is_fused}
+        for value in {*step.reads}:
+            readers.setdefault(value, []).append(step)
+    made = {value for step in steps for value in step.makes}
+    written = {value for step in steps if not step.is_fused for value in step.makes}
     kernels = (step for step in steps if step.name.startswith(_KERNELS))
-    written |= {var for step in kernels for var in step.reads if var in makers or var in stored}
-    for made in [var for var in written if var in makers and makers[var].is_product]:
-        last = made
+    written |= {value for step in kernels for value in step.reads} & (made | stored)
+    for step in steps:
+        if not step.name.startswith(_PRODUCTS):
+            continue
+        (product,) = (last,) = step.makes
         while len(after := readers.get(last, ())) == 1 and after[0].name in _RENAMES:
             (last,) = after[0].makes
-        sums = [one.makes[0] for one in after if one.name in _SUMS]
-        if len(sums) == len(after) <= 1:
-            written.discard(made)
-            written |= set(sums) - results
+        if not after:
+            written.discard(product)
+        elif len(after) == 1 and after[0].name in _SUMS and product not in outputs:
+            written.discard(product)
+            written |= set(after[0].makes) - outputs
     return written
 
 
-def _largest(steps: list[Step], begins: dict[Var, int], ends: dict[Var, int]) -> int:
+def _largest(steps: list[Step], begins: dict[Value, int], ends: dict[Value, int]) -> int:
     """The largest sum of live values; a loop updates in place what nothing reads after it."""
-    born: list[list[Var]] = [[] for _ in steps]
-    dying: list[list[Var]] = [[] for _ in steps]
-    for var, end in ends.items():
-        born[begins[var]].append(var)
-        dying[end].append(var)
+    born: list[list[Value]] = [[] for _ in steps]
+    dying: list[list[Value]] = [[] for _ in steps]
+    for value, end in ends.items():
+        born[begins[value]].append(value)
+        dying[end].append(value)
     held = largest = 0
     for place, step in enumerate(steps):
-        held += sum(map(_bytes, born[place]))
-        given = sum(_bytes(var) for var in dying[place] if var not in step.makes)
-        made = sum(_bytes(var) for var in step.makes if var in ends)
-        in_place = min(made, given) if step.name in _BODIES else 0
+        held += sum(value.size for value in born[place])
+        in_place = 0
+        if step.name in _BODIES:
+            made = sum(value.size for value in step.makes if value in ends)
+            read_last = sum(value.size for value in dying[place] if value not in step.makes)
+            in_place = min(made, read_last)
         largest = max(largest, held - in_place + step.inner)
-        held -= sum(map(_bytes, dying[place]))
+        held -= sum(value.size for value in dying[place])
     return largest
 
 
-def _steps(jaxpr: Jaxpr, names: dict[Var, Any]) -> Iterator[Step]:
+def _steps(
+    jaxpr: Jaxpr, names: dict[Var, Value | Literal], call: int, calls: Iterator[int]
+) -> Iterator[Step]:
     """Yield the operations of a jaxpr, and those of its calls in their place.
 
     Args:
-      names: the variable of the outermost jaxpr that each variable stands for, to which the results
-        of calls are added.
+      names: what variables stand for that are not of this call.
+      call, calls: its number, and those of further calls.
     """
 
-    def outer(var: Any) -> Any:
-        return var if isinstance(var, Literal) else names.get(var, var)
+    def named(var: Any) -> Value | Literal:
+        return var if isinstance(var, Literal) else names.get(var, Value(var, call))
 
     for eqn in jaxpr.eqns:
-        bodies = list(_bodies(eqn))
-        if eqn.primitive.name in _CALLS and bodies:
-            inside = dict(zip(bodies[0].invars, map(outer, eqn.invars)))
-            yield from _steps(bodies[0], inside)
-            results = (
-                one if isinstance(one, Literal) else inside.get(one, one)
-                for one in bodies[0].outvars
-            )
-            names |= zip(eqn.outvars, results)
+        name, bodies = eqn.primitive.name, list(_bodies(eqn))
+        reads = tuple(map(named, eqn.invars))
+        if name in _CALLS:
+            (body,), number = bodies, next(calls)
+            inside = dict(zip(body.invars, reads))
+            yield from _steps(body, inside, number, calls)
+            for result, of in zip(eqn.outvars, body.outvars):
+                is_new = isinstance(of, Var)
+                names[result] = inside.get(of, Value(of, number)) if is_new else of
             continue
-        inner = [working_set(body).peak for body in bodies]
-        is_platform = eqn.params.get("branches_platforms")
-        reads = (outer(var) for var in eqn.invars)
+        inner = [working_set(body).peak for body in bodies if name in _BODIES] or [0]
         yield Step(
-            eqn.primitive.name,
-            tuple(var for var in reads if not isinstance(var, Literal)),
-            tuple(eqn.outvars),
-            (inner[-1] if is_platform else max(inner)) if inner else 0,
+            name,
+            tuple(value for value in reads if isinstance(value, Value)),
+            tuple(map(named, eqn.outvars)),
+            inner[-1] if eqn.params.get("branches_platforms") else max(inner),
         )
 
 
@@ -183,8 +198,3 @@ def _bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
         for body in value if isinstance(value, tuple | list) else (value,):
             if isinstance(body, ClosedJaxpr | Jaxpr):
                 yield getattr(body, "jaxpr", body)
-
-
-def _bytes(var: Var) -> int:
-    dtype = getattr(var.aval.dtype, "itemsize", 4)
-    return prod(var.aval.shape) * dtype

@@ -60,8 +60,8 @@ class RankBytes:
 def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> RankBytes:
     """Return the bytes of a device under a schedule with these stages, lowered to `tables`.
 
-    With None for `tables`, activations count as 0 and the working set as that of the head, F, B or W
-    alone: no order has less.
+    With None for `tables`, activations count as 0, and the working set is that of the head or of an
+    op of one layer: no order has less.
     """
     train, parallel = config.train, config.parallel
     item, costs = ITEMSIZE[train.compute_dtype], costs_of(config)
@@ -113,9 +113,9 @@ def logits_of(config: Config) -> int:
 def _working(costs: ModelCosts, layout: "StageLayout", tables: Tables | None) -> int:
     """Bytes of the cell that holds most, beside what is stored.
 
-    F and B hold what the layers of a chunk return until its last layer: XLA writes it to the ring
-    buffers last. Of a pair, F ends with the B of as many layers; the W of those before may run
-    beside it.
+    XLA writes what the F and B of a chunk return to ring buffers when its last layer is done. In
+    BW, W runs one layer behind B where B has collectives, so the stash of a layer more is live. Of
+    a pair, F ends with the B of as many layers, beside which the W of layers before may run.
     """
     if tables is None:
         kinds = [costs.kinds[kind].working for kind in {*layout.slot_kinds}]
@@ -123,11 +123,11 @@ def _working(costs: ModelCosts, layout: "StageLayout", tables: Tables | None) ->
 
     def of_chunk(op: str, kinds: Sequence[str]) -> int:
         layers = [costs.kinds[kind].working[op] for kind in kinds]
-        results = [layer.results for layer in layers]
-        return max(layer.peak for layer in layers) + sum(results) - min(results)
+        others = sorted(layer.results for layer in layers)[1:]
+        return max(layer.peak for layer in layers) + sum(others[-1:] if op == "BW" else others)
 
     def largest(op: str) -> int:
-        return max(of_chunk(op, kinds) for kinds in layout.chunk_kinds)
+        return max(of_chunk(op, kinds) for kinds in layout.chunk_kinds if kinds)
 
     alone = max(map(len, layout.chunk_kinds)) == 1
     pairs = [largest("F") + largest("B" if alone else pair.op.name) for pair in tables.pairs]

@@ -205,39 +205,49 @@ def _layer_costs(
     split: LayerSplit = run.split
     residuals, dloss = split.residuals, run.output.aux.loss
     dy = Cotangent(x, inexact(run.state), dloss)
-    before, stash = (parallel.slices - 1) / 2, split.stash
-    # of each op its function, the inputs that are live and those that ring buffers store
+    before = (parallel.slices - 1) / 2
+    # Of every op: its arguments; the places of those that are live, and of those in ring buffers.
     calls = {
-        "F": (split.forward, (params, x, context), {1}, ()),
+        "F": (split.forward, (params, x, context), {1}, set()),
         "B": (split.backward_input, (params, context, residuals, dy), {3}, {2}),
-        "W": (split.backward_weight, (params, context, residuals.for_w, stash, dloss), (), {2, 3}),
+        "W": (
+            split.backward_weight,
+            (params, context, residuals.for_w, split.stash, dloss), set(), {2, 3},
+        ),
         "BW": (split.backward, (params, context, residuals, dy), {3}, {2}),
-    }
-    every = {op: jax.make_jaxpr(function)(*args) for op, (function, args, *_) in calls.items()}
-    working = {
-        op: working_set(every[op].jaxpr, *(_inputs(every[op].jaxpr, args, of) for of in (live, stored)))
-        for op, (_, args, live, stored) in calls.items()
-    }
-    working["BW"] = WorkingSet(max(one.peak for one in working.values()), 0)  # it does both
-    ops = {op: every[op] for op in ("F", "B", "W")}
+    }  # fmt: skip
+    ops, working = {}, {}
+    for op, (function, args, live, stored) in calls.items():
+        ops[op] = jax.make_jaxpr(function)(*args).jaxpr
+        working[op] = working_set(ops[op], *(_inputs(ops[op], args, of) for of in (live, stored)))
+    both = ops.pop("BW")
 
     def sent(axes: tuple[str, ...], devices: int, **of: bool) -> dict[str, float]:
-        return {
-            op: sent_bytes(traced.jaxpr, axes, devices, before, **of) for op, traced in ops.items()
-        }
+        return {op: sent_bytes(jaxpr, axes, devices, before, **of) for op, jaxpr in ops.items()}
 
+    over_ep, over_cp = sent((EP,), parallel.ep), sent(ZERO_AXES, parallel.cp)
+    over_tp = sent((TP,), parallel.tp)
+    peak = max(one.peak for one in working.values())  # BW does what the others do
+    behind = any(of["B"] for of in (over_ep, over_cp, over_tp)) * _stash_of(both)
+    working["BW"] = WorkingSet(peak, behind)
     return LayerCosts(
-        **{op: product_flops(traced.jaxpr, before) for op, traced in ops.items()},
-        in_fp8={op: product_flops(traced.jaxpr, before, fp8=True) for op, traced in ops.items()},
-        exchanged=sent((EP,), parallel.ep),
-        shared=sent(ZERO_AXES, parallel.cp),
+        **{op: product_flops(jaxpr, before) for op, jaxpr in ops.items()},
+        in_fp8={op: product_flops(jaxpr, before, fp8=True) for op, jaxpr in ops.items()},
+        exchanged=over_ep,
+        shared=over_cp,
         turned=sent(ZERO_AXES, parallel.cp, round_ring=True),
-        tensor=sent((TP,), parallel.tp),
+        tensor=over_tp,
         waits={"for_b": residuals.for_b, "for_w": residuals.for_w, "stash": split.stash},
         state=_bytes(run.state),
         working=working,
         parameters=parameters,
     )
+
+
+def _stash_of(both: Jaxpr) -> int:
+    """Bytes of the values that B hands to W in BW, which a barrier ties together."""
+    barriers = (eqn for eqn in both.eqns if eqn.primitive.name == "optimization_barrier")
+    return sum(_bytes([var.aval for var in eqn.invars]) for eqn in barriers)
 
 
 def _inputs(jaxpr: Jaxpr, args: tuple[Tree, ...], places: Collection[int]) -> list[Var]:

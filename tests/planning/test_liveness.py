@@ -1,0 +1,103 @@
+"""The bytes that a traced function holds at once: by hand, and by XLA's own count."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpipe.planning.liveness import working_set
+
+SQUARE = 4 * 64 * 64  # bytes
+
+
+def squares(count):
+    return [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * count
+
+
+def counted(function, live=(), stored=()):
+    """Peak and results of a function of two squares, in squares."""
+    jaxpr = jax.make_jaxpr(function)(*squares(2)).jaxpr
+    chosen = ([jaxpr.invars[place] for place in places] for places in (live, stored))
+    return tuple(size / SQUARE for size in working_set(jaxpr, *chosen))
+
+
+@jax.jit
+def gate(x, y):
+    return jnp.tanh(x) * y
+
+
+def chain(x, w):
+    return jnp.sin(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)
+
+
+def gates(x, w):
+    a, b = x @ w, w @ x
+    first = gate(a, b) @ w
+    return jnp.sin(a * b) @ first
+
+
+def loop(x, w):
+    return jax.lax.scan(lambda carry, _: (jnp.tanh(carry @ w) @ w, None), x, length=3)[0]
+
+
+def accumulate(x, w):
+    return jax.lax.fori_loop(0, 3, lambda _, total: total + x @ w, jnp.tanh(x) @ w)
+
+
+# function and the squares that it holds
+BY_HAND = {
+    "elementwise equations are fused": (lambda x, w: jnp.tanh(jnp.exp(x) + w), 0),
+    "a product, and the tanh of it that the next one reads": (chain, 2),
+    "a fused value keeps alive what it is computed from": (gates, 4),  # a, b, first, sin(a b)
+    "a function that is called twice has its own values": (
+        lambda x, w: gate(gate(x @ w, w) @ w, w) @ w, 2,
+    ),
+    "the caller adds a product that is returned": (lambda x, w: x @ w, 0),
+    "a product is added in place": (lambda x, w: jnp.tanh(x @ w + w) @ w, 2),
+    "the body of a loop, and its carry": (loop, 3),
+    "a loop adds to its carry in place": (accumulate, 2),  # tanh(x), and then its product
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_counted_by_hand(case):
+    function, peak = BY_HAND[case]
+    assert counted(function)[0] == peak
+
+
+def test_inputs_and_results():
+    """What is live before, what is read from a ring buffer, and what is written to one later."""
+
+    def layer(x, w):
+        hidden = x @ w
+        return jnp.tanh(hidden) @ w, hidden
+
+    assert counted(layer) == (2, 1)
+    assert counted(layer, live=[0]) == (2, 1)  # x is read by the first product only
+    assert counted(layer, live=[1]) == counted(layer, stored=[1]) == (3, 1)
+
+
+def squared_loss(x, w):
+    return (chain(x, w) ** 2).sum()
+
+
+def gated_loss(x, w):
+    hidden = jax.nn.relu(x @ w) * (w @ x)
+    return ((hidden @ w) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    "function", [chain, jax.grad(squared_loss, (0, 1)), jax.grad(gated_loss, (0, 1))],
+    ids=["chain", "gradient", "gated"],
+)  # fmt: skip
+def test_between_the_bounds_of_xla(function):
+    """XLA's temporaries are at most the count, and the count at most these and the results.
+
+    XLA computes in the memory of the results before it writes them; the count leaves them out.
+    """
+    compiled = jax.jit(function).lower(*squares(2)).compile().memory_analysis()
+    temporaries = compiled.temp_size_in_bytes / SQUARE
+    results = compiled.output_size_in_bytes / SQUARE
+    assert temporaries - 0.1 <= counted(function)[0] <= temporaries + results, (
+        temporaries,
+        results,
+    )
