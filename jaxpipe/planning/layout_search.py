@@ -44,6 +44,12 @@ class Found:
     number: int
     plan: RunPlan
 
+    @property
+    def layout(self) -> tuple[str, str]:
+        """The mesh and the schedule."""
+        parallel = self.plan.config.parallel
+        return parallel.mesh, parallel.schedule
+
     def estimate(self) -> Estimate:
         """The estimate that a plan's table shows."""
         return replace(estimate(self.plan), configured=True)
@@ -54,7 +60,7 @@ class SearchResult:
     """The best of a search, and how much it looked at.
 
     Attributes:
-      best: the fastest of every schedule on every shape, the fastest first.
+      best: the fastest of every schedule on every mesh, the fastest first.
       candidates: configurations of the space whose time was bounded.
       simulated: those whose schedule was simulated.
       least: the smallest memory that anything was found to need, and its configuration.
@@ -64,6 +70,17 @@ class SearchResult:
     candidates: int = 0
     simulated: int = 0
     least: tuple[float, Config] | None = None
+
+    def add(self, one: Found, keep: int) -> None:
+        """Add a configuration if it is the best of its layout, and remove all but `keep`."""
+        for other in self.best:
+            if other.layout == one.layout:
+                if other < one:
+                    return
+                self.best.remove(other)
+                break
+        bisect.insort(self.best, one)
+        del self.best[keep:]
 
     def note(self, size: float, config: Config) -> None:
         """Remember the configuration that needs least memory."""
@@ -101,8 +118,7 @@ class LayoutSearch:
                 break
             result.simulated += 1
             if (fastest := self._fastest(scheduled, number, result)) is not None:
-                bisect.insort(result.best, fastest)
-                del result.best[self.keep :]
+                result.add(fastest, self.keep)
         return result
 
     def every(self) -> Iterator[Found]:

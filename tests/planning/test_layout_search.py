@@ -57,10 +57,11 @@ def test_a_search_finds_what_brute_force_finds(name):
     for memory in (2.5 * least, 1e12):
         search = search_of(SPACES[name], memory)
         result = search.run()
-        every = sorted(search.every())
-        assert values(result.best) == values(every[:3])
+        every = list({one.layout: one for one in sorted(search.every(), reverse=True)}.values())
+        assert values(result.best) == values(sorted(every)[:3])
     assert every
-    assert result.simulated < result.candidates or name == "sequences"  # few, and close
+    # "tp" has two layouts in all, and the candidates of "sequences" are few and close.
+    assert result.simulated < result.candidates or name in ("tp", "sequences")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,9 @@ def test_what_is_written_is_planned_alike(tmp_path, capsys):
     words = [str(SMALL), "--search", "--devices", "4", "parallel.tp=2", "train.microbatch_size=1"]
     assert main([*words, "--json", "--write", str(file)]) == 0
     best = json.loads(capsys.readouterr().out)["best"]
-    assert len(best) == 10
+    own = [one["settings"]["parallel"] for one in best]
+    shown = {(one["pp"], one["dp"], one["cp"], one["schedule"]) for one in own}
+    assert len(shown) == len(best) >= 8  # each mesh and schedule once
     assert sorted(one["seconds"] for one in best) == [one["seconds"] for one in best]
     assert all(one["settings"]["parallel"]["tp"] == 2 for one in best)
     assert best[0]["settings"]["train"]["offload_layers"] == 0
