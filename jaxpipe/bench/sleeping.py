@@ -152,10 +152,13 @@ class SleepWorker(StepWorker):
 def _run_with_updates(pipeline: Pipeline, params: Tree, batch: Tree) -> Tree:
     """Run overlapping steps with an update that the next step depends on."""
 
-    def update(gradients: Tree, moments: Tree, params: Tree) -> tuple[Tree, Tree]:
+    def update(gradients: Tree, moments: Tree, params: Tree, _: jax.Array) -> tuple[Tree, Tree]:
         return jax.tree.map(lambda leaf, by: leaf - 1e-6 * by, params, gradients), moments
 
-    return pipeline.run_updates(params, (), batch, update)
+    def accepts(*_: jax.Array) -> jax.Array:
+        return jnp.bool_(True)
+
+    return pipeline.run_updates(params, (), batch, pipeline.schedule.updates, update, accepts)
 
 
 def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpipe.contract import Aux, StageFunctions
@@ -14,7 +15,7 @@ from jaxpipe.parallel.flags import is_trained, select
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.program import DeviceProgram
 from jaxpipe.pipeline.reference import StepOutput
-from jaxpipe.pipeline.updates import Update, UpdateOutputs, UpdatingProgram
+from jaxpipe.pipeline.updates import Accepts, Update, UpdateOutputs, UpdatingProgram
 from jaxpipe.schedule import Schedule, Tables, forward_only, lower
 
 Tree = Any
@@ -135,38 +136,44 @@ class Pipeline:
         return self._run(self.tables, params, batch, variables, loss_scale)
 
     def run_updates(
-        self, params: Tree, moments: Tree, batch: Tree, update: Update
+        self, params: Tree, moments: Tree, batch: Tree, steps: Any, update: Update, accepts: Accepts
     ) -> UpdateOutputs:
-        """Run a schedule of several steps, with an optimizer update after each.
+        """Run steps that overlap, up to the gradients of the first that is not accepted.
 
         Args:
           params: stage-stacked params.
           moments: optimizer state; its stage-stacked trees are sharded like `params`, other leaves
             (a count, say) are replicated.
           batch: arrays `[N * M, B, ...]`, the microbatches of N steps one after the other.
-          update: `(gradients, moments, params) -> (params, moments)`. It runs on a device's shards
-            and must therefore be elementwise.
+          steps: number of steps to run at most, 1..N; an int or int32 scalar.
+          update: `(gradients, moments, params, accepted) -> (params, moments)`, with `accepted` a
+            bool scalar, without which nothing changes. It runs on a device's shards and must
+            therefore be elementwise.
+          accepts: `(losses, norm, terms) -> bool`, of a step's head losses (a scalar or `[K]`),
+            gradient norm and number of loss terms: whether `update` is the update of the step.
+
+        Returns:
+          An `UpdateOutputs`; the caller makes the update of its last step.
 
         Raises `ValueError` also for options that overlapping steps do not support (`updates.py`).
         """
         self._check_fit(params, batch)
         self._check_updates()
-        specs = self.sharding.partition_specs(params)
+        specs, all_have = self.sharding.partition_specs(params), PartitionSpec()
 
         def of(node: Tree) -> Tree:
-            return (
-                self.sharding.partition_specs(node) if is_stage_stacked(node) else PartitionSpec()
-            )
+            return self.sharding.partition_specs(node) if is_stage_stacked(node) else all_have
 
         outlives = specs, jax.tree.map(of, moments, is_leaf=is_stage_stacked)
+        of_gradients = select(is_trained(self.sharding.param_shardings(params)), specs)
         program = self._rank_program(self.tables, params, self.schedule.updates)
         return jax.shard_map(
-            UpdatingProgram(program, update),
+            UpdatingProgram(program, update, accepts),
             mesh=self.mesh,
-            in_specs=(*outlives, batch_spec(), PartitionSpec(None, PP)),
-            out_specs=UpdateOutputs(*outlives, *(PartitionSpec(),) * 4),
+            in_specs=(*outlives, batch_spec(), all_have, PartitionSpec(None, PP)),
+            out_specs=UpdateOutputs(*outlives, of_gradients, *(all_have,) * 5),
             check_vma=False,
-        )(params, moments, batch, self.tables.columns)
+        )(params, moments, batch, jnp.int32(steps), self.tables.columns)
 
     def losses_and_gradients(
         self, params: Tree, batch: Tree, variables: Tree = None

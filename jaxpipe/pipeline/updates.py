@@ -7,8 +7,13 @@ if one of them adds to it by anything but a matmul. Actions read parameters from
 Embedding and head, otherwise sharded over pp, are replicated on all pipeline ranks during these
 steps, and the rank that computes them updates them.
 
-An update uses gradients as they are. A caller whose update depends on all gradients (to clip by
-their norm or skip non-finite ones) must keep the previous state and check the norms afterwards.
+A rank does not wait for the others: it goes on with the parameters that its gradients give as they
+are, and keeps both the gradients and the state before the update. Once all ranks have completed the
+step, in a tick that the tables give, they exchange its squared gradient norm and loss. If the
+caller accepts these, all ranks make the update. Otherwise the loop ends, and the gradients are
+returned with the state before the update: what ranks have begun of the next step is lost, and no
+other step (post-validation: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 4; its
+ranks hand partial norms on, because they share no ticks).
 """
 
 import operator
@@ -30,44 +35,70 @@ from jaxpipe.pipeline.tick import DeviceWork
 from jaxpipe.schedule import TableRow
 
 Tree = Any
-Update = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+Update = Callable[[Tree, Tree, Tree, jax.Array], tuple[Tree, Tree]]
+Accepts = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+_EVERY = (PP, *REPLICA_AXES)
 
 
 class UpdateOutputs(NamedTuple):
-    """The outputs of several steps.
+    """The outputs of several steps, up to the gradients of the last.
 
     Attributes:
-      params, moments: after the last update, with the structure and sharding of the inputs.
+      params, moments: before the update of the last step, with the structure and sharding of the
+        inputs.
+      gradients: of the last step, with the structure and sharding of `params`; None for frozen
+        parameters.
+      updates: number of updates, int32; the number of the last step, counted from 0.
       losses: each microbatch's share of its step's loss, `[N * M]` or `[N * M, K]`.
       aux_losses: its share of the layers' auxiliary losses, `[N * M]`; None: they have none.
       counts: number of terms of the head's losses in each microbatch, `[N * M]`.
-      squares: squared gradient norm of each step, float32 `[N]`.
+      squares: squared gradient norm of each step, float32 `[N]`. Nothing is complete of the steps
+        after the last.
     """
 
     params: Tree
     moments: Tree
+    gradients: Tree
+    updates: jax.Array
     losses: jax.Array
     aux_losses: jax.Array | None
     counts: jax.Array
     squares: jax.Array
 
 
-class UpdatedState(NamedTuple):
-    """What an update changes on a device.
+class RankStep(NamedTuple):
+    """What a rank changes on a device when it completes a step.
 
     Attributes:
-      params, moments: this device's shards of parameters and optimizer state.
-      embed_head, layers: parameters gathered for compute, in the compute dtype; layers by run.
-      done: number of updates so far.
-      squares: `[N]`, this device's contribution to the squared gradient norms.
+      gradients: this device's gradient shards of the newest complete step.
+      square: its contribution to their squared norm.
+      embed_head, layers: parameters of the next step gathered for compute, in the compute dtype;
+        layers by run.
+      done: number of complete steps.
+    """
+
+    gradients: Tree
+    square: jax.Array
+    embed_head: Tree
+    layers: tuple[Tree, ...]
+    done: jax.Array
+
+
+class ValidState(NamedTuple):
+    """What all ranks change together when they validate a step.
+
+    Attributes:
+      params, moments: this device's shards of parameters and optimizer state after `updates`.
+      updates: number of updates so far.
+      squares: `[N]`, squared gradient norms.
+      goes_on: whether a step follows.
     """
 
     params: Tree
     moments: Tree
-    embed_head: Tree
-    layers: tuple[Tree, ...]
-    done: jax.Array
+    updates: jax.Array
     squares: jax.Array
+    goes_on: jax.Array
 
 
 @dataclass(frozen=True)
@@ -76,35 +107,44 @@ class UpdatingProgram:
 
     Attributes:
       program: the program that runs the ticks.
-      update: `(gradients, moments, params) -> (params, moments)`, elementwise since it runs on a
-        device's shards of stage-stacked trees.
+      update: `(gradients, moments, params, accepted) -> (params, moments)`, elementwise since it
+        runs on a device's shards of stage-stacked trees; unchanged unless the flag `accepted` is
+        true.
+      accepts: `(loss, norm, terms) -> flag`: whether the update of a step is `update`, from its
+        losses, gradient norm and number of loss terms.
     """
 
     program: DeviceProgram
     update: Update
+    accepts: Accepts
 
     def __call__(
-        self, params: Tree, moments: Tree, batch: Tree, columns: TableRow
+        self, params: Tree, moments: Tree, batch: Tree, steps: jax.Array, columns: TableRow
     ) -> UpdateOutputs:
-        """Run all steps."""
+        """Run at most `steps` steps, up to the first that is not accepted."""
         program = self.program
         params, moments = self._with_shared(ParamSharding.gather_over_pp, (params, moments))
         own = DeviceParameters.gather(params, self._stored, program.execution)
         work, carry = program.start(own, batch, None, None)
         self._check(work)
-        squares = jnp.zeros(program.steps, jnp.float32)
-        state = UpdatedState(params, moments, own.embed_head, own.layers, jnp.int32(0), squares)
-        ticks = _UpdatingTicks(work, own, program, self._stored, self.update)
+        ticks = _UpdatingTicks(work, own, program, self._stored, self.update, self.accepts, steps)
         columns = jax.tree.map(lambda column: column[:, 0], columns)
-        (carry, state), _ = lax.scan(
-            lambda both, row: (ticks.tick(*both, row), None), (carry, state), columns
-        )
+
+        def tick(loop: tuple) -> tuple:
+            number, *states = loop
+            row = jax.tree.map(lambda column: column[number], columns)
+            return number + 1, *ticks.tick(*states, row)
+
+        first = jnp.int32(0), carry, ticks.first_step(carry), ticks.first_state(params, moments)
+        _, carry, step, state = lax.while_loop(lambda loop: loop[-1].goes_on, tick, first)
         stage_stacked = self._with_shared(
-            ParamSharding.scatter_from_owner, (state.params, state.moments), ticks.owned
+            ParamSharding.scatter_from_owner,
+            (state.params, state.moments, step.gradients), ticks.owned,
+        )  # fmt: skip
+        losses = lax.psum((carry.losses, carry.aux_losses), _EVERY)
+        return UpdateOutputs(
+            *stage_stacked, state.updates, *losses, work.step.counts, state.squares
         )
-        losses = lax.psum((carry.losses, carry.aux_losses), (PP, *REPLICA_AXES))
-        squares = lax.psum(state.squares, (PP, *REPLICA_AXES, TP))
-        return UpdateOutputs(*stage_stacked, *losses, work.step.counts, squares)
 
     @property
     def _stored(self) -> Tree:
@@ -161,40 +201,76 @@ class _UpdatingTicks:
     program: DeviceProgram
     stored: Tree
     update: Update
+    accepts: Accepts
+    steps: jax.Array
 
-    def tick(self, carry: Carry, state: UpdatedState, row: TableRow) -> tuple[Carry, UpdatedState]:
-        """Run one tick as a row of the tables says, with the update at its end, if any."""
+    def first_step(self, carry: Carry) -> RankStep:
+        """Return what a rank has before its first step."""
+        shapes = jax.eval_shape(self._gradients, carry)
+        gradients = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
+        own = self.own
+        return RankStep(gradients, jnp.float32(0), own.embed_head, own.layers, jnp.int32(0))
+
+    def first_state(self, params: Tree, moments: Tree) -> ValidState:
+        """Return the state before the first step."""
+        squares = jnp.zeros(self.program.steps, jnp.float32)
+        return ValidState(params, moments, jnp.int32(0), squares, jnp.bool_(True))
+
+    def tick(
+        self, carry: Carry, step: RankStep, state: ValidState, row: TableRow
+    ) -> tuple[Carry, RankStep, ValidState]:
+        """Run one tick as a row of the tables says; at its end complete and validate steps."""
         embed, shared = self.work.embed_head.embed, carry.embed_head_gradients
         sums = embed.unused(shared), carry.layer_gradients
         nothing = partial(jax.tree.map, jnp.zeros_like, sums)
         others, layers = lax.cond(row.steps.step_restart > 0, nothing, lambda: sums)
         shared = merge(embed.used, shared, others)
         carry = carry._replace(embed_head_gradients=shared, layer_gradients=layers)
-        carry = self._work(state).tick(carry, row)
+        carry = self._work(step).tick(carry, row)
         with jax.named_scope("update"):
-            state = lax.cond(
-                row.steps.step_complete > 0, partial(self._updated, carry, state), lambda: state
-            )
-        return carry, state
+            complete = partial(self._completed, carry, step, state)
+            step = lax.cond(row.steps.step_complete > 0, complete, lambda: step)
+        with jax.named_scope("validate"):
+            validate = partial(self._validated, carry, step, state)
+            state = lax.cond(row.steps.validate > 0, validate, lambda: state)
+        return carry, step, state
 
-    def _work(self, state: UpdatedState) -> DeviceWork:
+    def _work(self, step: RankStep) -> DeviceWork:
         """Return the device work with the parameters of this rank's current step."""
-        work, step = self.work, self.work.step
-        own = replace(self.own, embed_head=state.embed_head, layers=state.layers)
-        head, aux = jax.tree.map(lambda of_steps: of_steps[state.done], (step.head, step.aux))
+        work, data = self.work, self.work.step
+        own = replace(self.own, embed_head=step.embed_head, layers=step.layers)
+        head, aux = jax.tree.map(lambda of_steps: of_steps[step.done], (data.head, data.aux))
         layout, runs = self.program.layout, self.program.runs
         chunks = own.chunks(layout, runs, work.kinds, mirrored=False)
         work = replace(work, chunks=chunks)
-        return work.with_step(embed_head=state.embed_head, head=head, aux=aux)
+        return work.with_step(embed_head=step.embed_head, head=head, aux=aux)
 
-    def _updated(self, carry: Carry, state: UpdatedState) -> UpdatedState:
-        gradients = self.own.gradients(
+    def _completed(self, carry: Carry, step: RankStep, state: ValidState) -> RankStep:
+        """Keep the gradients, and gather the parameters after an update that is not yet valid."""
+        gradients = self._gradients(carry)
+        params, _ = self.update(gradients, state.moments, state.params, jnp.bool_(True))
+        own = DeviceParameters.gather(params, self.stored, self.own.execution)
+        square = self._square(gradients)
+        return RankStep(gradients, square, own.embed_head, own.layers, step.done + 1)
+
+    def _validated(self, carry: Carry, step: RankStep, state: ValidState) -> ValidState:
+        """Make the update of the oldest step, if it is accepted and another step follows."""
+        number, counts = state.updates, self.work.step.counts
+        losses, terms = (
+            of_all.reshape(self.program.steps, -1, *of_all.shape[1:])[number].sum(0)
+            for of_all in (carry.losses, counts)
+        )
+        loss, square = lax.psum(losses, _EVERY), lax.psum(step.square, (*_EVERY, TP))
+        goes_on = self.accepts(loss, jnp.sqrt(square), terms) & (number + 1 < self.steps)
+        params, moments = self.update(step.gradients, state.moments, state.params, goes_on)
+        squares = state.squares.at[number].set(square)
+        return ValidState(params, moments, number + goes_on, squares, goes_on)
+
+    def _gradients(self, carry: Carry) -> Tree:
+        """Return this device's gradient shards from its sums."""
+        return self.own.gradients(
             carry.embed_head_gradients, carry.layer_gradients, None, reduced=False
         )
-        params, moments = self.update(gradients, state.moments, state.params)
-        own = DeviceParameters.gather(params, self.stored, self.own.execution)
-        squares = state.squares.at[state.done].add(self._square(gradients))
-        return UpdatedState(params, moments, own.embed_head, own.layers, state.done + 1, squares)
 
     def _square(self, gradients: Tree) -> jax.Array:
         """Return the squared norm of gradients; replicated shards count on one device only."""

@@ -33,6 +33,7 @@ from jaxpipe.schedule.lifetimes import (
 )
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
 from jaxpipe.schedule.row import StepColumns, TableRow, unused_columns
+from jaxpipe.schedule.scan import update_ticks, validation_ticks
 from jaxpipe.schedule.vocab_parallel import stage_ranks, vocab_parallel_columns
 
 SlotOf = Buffers[Mapping[Hashable, int]]  # slots on one rank, by owner or by reading action
@@ -141,7 +142,7 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     ends = None
     if lockstep.vocab_parallel:
         ends = vocab_parallel_columns(schedule, grid, slot_of, dummy=slots.inbox)
-    steps = _step_columns(schedule, grid) if schedule.updates else None
+    steps = _step_columns(schedule, grid, lockstep) if schedule.updates else None
     columns = unused_columns((len(grid), schedule.pp), slots, len(lanes), ends, steps)
     for tick, row in enumerate(grid):
         columns.turn[tick] = tick % lockstep.turns
@@ -166,13 +167,13 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     return Tables(columns, slots, used, lanes, routes, pairs, lockstep, first, last)
 
 
-def _step_columns(schedule: Schedule, grid: Grid) -> StepColumns[np.ndarray]:
-    """Flag step ends and starts: a rank updates all its stages in the tick of its last U."""
-    updates = np.array([[cell.update is not None for cell in row] for row in grid], np.int32)
-    stages = np.bincount(schedule.placement.rank_of)
-    ends = updates * (updates.cumsum(axis=0) % stages == 0)
+def _step_columns(schedule: Schedule, grid: Grid, lockstep: Lockstep) -> StepColumns[np.ndarray]:
+    """Flag step ends and starts, and the ticks in which all ranks validate a step."""
+    ends, validate = np.zeros((2, len(grid), schedule.pp), np.int32)
+    ends[update_ticks(schedule, grid), np.arange(schedule.pp)] = 1
+    validate[validation_ticks(schedule, grid, lockstep)] = 1
     begins = np.concatenate([np.zeros_like(ends[:1]), ends[:-1]])
-    return StepColumns(ends, begins, np.zeros_like(ends))
+    return StepColumns(ends, begins, np.zeros_like(ends), validate)
 
 
 def _fill_first_embeddings(columns: TableRow[np.ndarray]) -> None:

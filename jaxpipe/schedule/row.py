@@ -43,6 +43,8 @@ class StepColumns(NamedTuple, Generic[Column]):
     """Flag: gradient sums restart from zero; set in the tick after an update."""
     first_embed_gradient: Column
     """Flag: this is the rank's first embedding gradient of the step."""
+    validate: Column
+    """Flag: the oldest step not yet validated is complete on all ranks; the same on every rank."""
 
 
 class TableRow(NamedTuple, Generic[Column]):

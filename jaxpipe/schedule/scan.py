@@ -9,7 +9,7 @@ permute works on GPUs (NCCL's grouped send and receive). On CPU all ranks of a p
 With one-tick transfers the permute of a tick runs before its cell. With two-tick transfers it
 starts with the cell, and only the next tick waits for it, so a rank may run one cell ahead of its
 neighbours. With a parallel vocabulary all ranks synchronize in the ticks in which the embedding or
-the head has work.
+the head has work, and overlapping steps (`fuse_steps`) in the ticks in which they are validated.
 """
 
 from collections.abc import Iterable
@@ -50,7 +50,41 @@ def scan_waits(
         meetings = vocab_parallel_ticks(
             ((t, op.name, stage) for t, (op, stage, _) in actions), schedule.stages
         )
-    return np.stack([neighbour_ranks(of_turn, schedule.pp) for of_turn in routes]), meetings
+    waits = np.stack([neighbour_ranks(of_turn, schedule.pp) for of_turn in routes])
+    if schedule.updates:
+        meetings = [*meetings, *(1 + validation_ticks(schedule, grid, lockstep))]
+    return waits, meetings
+
+
+def update_ticks(schedule: Schedule, grid: Grid) -> np.ndarray:
+    """Return the tick in which every rank updates its stages after every fused step, `[N, P]`."""
+    stages = np.bincount(schedule.placement.rank_of)
+    updates = np.array([[cell.update is not None for cell in row] for row in grid])
+    return np.stack(
+        [np.flatnonzero(of_rank)[n - 1 :: n] for of_rank, n in zip(updates.T, stages)], axis=1
+    )
+
+
+def validation_ticks(schedule: Schedule, grid: Grid, lockstep: Lockstep) -> np.ndarray:
+    """Return the ticks at whose ends all ranks together validate fused steps, `[N]`.
+
+    A step is validated once all ranks have its gradients, and before one of them has the next
+    step's. In between it is the first tick in which ranks wait least for each other, if all ops
+    take as long: with two-tick transfers, some ranks run ahead of others.
+    """
+    done = update_ticks(schedule, grid)
+    first, most = done.max(axis=1), np.append(done[1:].min(axis=1) - 1, len(grid) - 1)
+    if lockstep.transfer_ticks == 1 or len(done) == 1:
+        return first
+    shown = grid[: done[1].max() + 1]
+    waits = scan_waits(replace(schedule, updates=0), shown, lockstep)[0]
+    times = _cell_times(shown, Costs())
+
+    def end(later: int) -> float:
+        starts = cell_starts(times, waits, 0.0, 2, [1 + min(first[0] + later, most[0])])
+        return (starts[-1] + times[-1]).max()
+
+    return np.minimum(first + min(range(schedule.pp + 1), key=end), most)
 
 
 def _cell_times(grid: Grid, costs: Costs) -> np.ndarray:

@@ -1,15 +1,15 @@
 """Several steps in one program (`train.fused_steps`), which overlap as far as the schedule allows.
 
-Every pipeline rank updates with unclipped gradients as soon as its own are complete. Afterwards the
-steps are validated together, because their norms over all ranks are known only then
-(post-validation: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 4). If all norms are
-finite and too small to clip, the result is bitwise that of the same steps one by one. Otherwise the
-steps run again one by one from the previous state, which is kept until then.
+Every pipeline rank goes on with an unclipped update as soon as its own gradients are complete. The
+norm over all ranks is known a little later (`pipeline/updates.py`). A step that must be clipped, is
+not finite or has no target ends the overlap: its gradients get the update of a single step, and the
+steps after it overlap again, from their beginning. Such a step costs what its overlap with the next
+would have saved; no gradient of it is computed twice. The bits are those of single steps.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -19,9 +19,11 @@ from jax import lax
 from jaxpipe import optimizer as optimizers
 from jaxpipe.config import TrainConfig
 from jaxpipe.pipeline import Aux, Pipeline
+from jaxpipe.pipeline.reference import StepOutput
 from jaxpipe.schedule import fuse_steps
 from jaxpipe.training.rates import step_metrics
 from jaxpipe.training.state import State
+from jaxpipe.training.step_guard import StepGuard
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
@@ -90,46 +92,69 @@ class FusedSteps:
         return self.trainer.compiled(self._in_turn if self.pipeline is None else self._overlapping)
 
     def _overlapping(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-        config = self.trainer.config
-        outputs = self.pipeline.run_updates(state.params, state.optimizer, batch, self._update)
-        of_steps = outputs.losses, outputs.counts, outputs.aux_losses
+        length, overlap = self.trainer.schedule.microbatches, jax.jit(self._overlap)
+
+        def after(loop: tuple[jax.Array, State, Tree]) -> tuple[jax.Array, State, Tree]:
+            first, state, metrics = loop
+            rest = jax.tree.map(lambda leaf: jnp.roll(leaf, -first * length, 0), batch)
+            steps, state, found = overlap(state, rest, self.count - first)
+            write = partial(lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
+            return first + steps, state, jax.tree.map(write, metrics, found)
+
+        # An overlap writes N rows from its first step on; the next overwrites those of its own.
+        found = jax.eval_shape(overlap, state, batch, jnp.int32(self.count))[2]
+        rows = lambda of: jnp.zeros((2 * self.count, *of.shape[1:]), of.dtype)  # noqa: E731
+        metrics = jax.tree.map(rows, found)
+        _, state, metrics = lax.while_loop(
+            lambda loop: loop[0] < self.count, after, (jnp.int32(0), state, metrics)
+        )
+        return state, jax.tree.map(lambda leaf: leaf[: self.count], metrics)
+
+    def _overlap(
+        self, state: State, batch: Tree, most: jax.Array
+    ) -> tuple[jax.Array, State, dict[str, jax.Array]]:
+        """Run at most `most` steps, up to the first whose update is not the unclipped one.
+
+        Returns:
+          The number of steps that were run, the state after them, and the metrics of N steps.
+        """
+        trainer, train = self.trainer, self.trainer.config.train
+        most = jnp.where(state.guard.stops(train), 1, most)  # a run that has stopped has no update
+        outputs = self.pipeline.run_updates(
+            state.params, state.optimizer, batch, most, self._update, self._accepts
+        )
+        last, of_steps = outputs.updates, (outputs.losses, outputs.counts, outputs.aux_losses)
         of_steps = jax.tree.map(lambda a: a.reshape(self.count, -1, *a.shape[1:]), of_steps)
-        has_targets = (of_steps[1] > 0).any(1).all()
-        norms = jnp.sqrt(outputs.squares)
-        goes_on = ~state.guard.stops(config.train)
-        most = (config.optimizer.clip_norm or _MOST) * (1 - _MARGIN)
-        metrics = [
-            self._metrics_of(*jax.tree.map(lambda a, n=n: a[n], (norms, *of_steps)))
-            for n in range(self.count)
-        ]
-        metrics = jax.tree.map(lambda *of_each: jnp.stack(of_each), *metrics)
-        valid = goes_on & has_targets & jnp.isfinite(metrics["loss"]).all() & (norms < most).all()
 
-        def accept() -> tuple[State, dict[str, jax.Array]]:
-            guard = state.guard
-            for loss, norm in zip(metrics["loss"], norms):
-                guard, _ = guard.after(loss, norm, config.train)
-            more = {"skipped_steps": jnp.full(self.count, guard.skipped)}
-            step = state.step + self.count
-            after = State(outputs.params, outputs.moments, step, state.variables, guard)
-            return after, metrics | more
+        def account(guard: StepGuard, of_step: tuple) -> tuple[StepGuard, dict[str, jax.Array]]:
+            number, square, losses = of_step
+            loss, norm = trainer.first_loss(losses[0]), jnp.sqrt(square)
+            metrics = step_metrics(loss, norm, Aux(), trainer.model.functions.report)
+            after, _ = guard.after(loss, norm, train)
+            guard = optimizers.chosen(number < last, after, guard)
+            return guard, metrics | guard.metrics() | trainer.losses_of(*losses)
 
-        return lax.cond(valid, accept, lambda: self._in_turn(state, batch))
+        numbered = jnp.arange(self.count), outputs.squares, of_steps
+        guard, metrics = lax.scan(account, state.guard, numbered)
+        state = State(outputs.params, outputs.moments, state.step + last, state.variables, guard)
+        losses, counts, aux_losses = jax.tree.map(lambda leaf: leaf[last], of_steps)
+        complete = StepOutput(losses, outputs.gradients, Aux(), None, counts, aux_losses)
+        state, own = trainer.after(state, complete)
+        return last + 1, state, jax.tree.map(lambda a, of: a.at[last].set(of), metrics, own)
 
     def _in_turn(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         by_step = jax.tree.map(lambda leaf: leaf.reshape(self.count, -1, *leaf.shape[1:]), batch)
         return lax.scan(self.trainer.step, state, by_step)
 
-    def _update(self, gradients: Tree, moments: Tree, params: Tree) -> tuple[Tree, Tree]:
-        """The update of `Trainer.update` for gradients that are finite and not clipped."""
+    def _update(
+        self, gradients: Tree, moments: Tree, params: Tree, accepted: jax.Array
+    ) -> tuple[Tree, Tree]:
+        """The update of `Trainer.update` for gradients that are not clipped."""
         limit, norm = self.trainer.config.optimizer.clip_norm, jnp.float32(0)
         gradients = optimizers.clip_by_global_norm(gradients, norm, limit)
-        return optimizers.apply(self.trainer.optimizer, gradients, moments, params, jnp.bool_(True))
+        return optimizers.apply(self.trainer.optimizer, gradients, moments, params, accepted)
 
-    def _metrics_of(
-        self, norm: jax.Array, losses: jax.Array, counts: jax.Array, aux_losses: jax.Array | None
-    ) -> dict[str, jax.Array]:
-        """The metrics of one step, as `Trainer.step` returns them."""
-        loss, report = self.trainer.first_loss(losses), self.trainer.model.functions.report
-        metrics = step_metrics(loss, norm, Aux(), report)
-        return metrics | self.trainer.losses_of(losses, counts, aux_losses)
+    def _accepts(self, losses: jax.Array, norm: jax.Array, terms: jax.Array) -> jax.Array:
+        """Whether `_update` is the update of a step; in doubt it is not."""
+        limit = self.trainer.config.optimizer.clip_norm or _MOST
+        return jnp.isfinite(losses).all() & (norm < limit * (1 - _MARGIN)) & (terms > 0)

@@ -226,11 +226,15 @@ class Trainer:
     ) -> tuple[State, dict[str, jax.Array], StepOutput]:
         """What `step` returns, and the outputs of the pipeline, with the unclipped gradients."""
         outputs = self.pipeline.step(state.params, batch, state.variables, state.guard.loss_scale)
+        return *self.after(state, outputs), outputs
+
+    def after(self, state: State, outputs: StepOutput) -> tuple[State, dict[str, jax.Array]]:
+        """The state after a step with these outputs of the pipeline, and the step's metrics."""
         has_targets = (outputs.counts > 0).any()
         loss = self.first_loss(outputs.losses)
         state, metrics = self.update(state, loss, outputs.gradients, outputs.aux, has_targets)
         losses = self.losses_of(outputs.losses, outputs.counts, outputs.aux_losses)
-        return state, metrics | losses, outputs
+        return state, metrics | losses
 
     def first_loss(self, shares: jax.Array) -> jax.Array:
         """The first of the head's K losses from shares `[M]` or `[M, K]`; 0 without targets."""

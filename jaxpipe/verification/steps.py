@@ -167,15 +167,4 @@ class Reference:
 
     @cached_property
     def _update(self) -> Callable[[State, StepOutput], tuple[State, Tree]]:
-        trainer = self.trainer
-
-        @jax.jit
-        def update(state: State, outputs: StepOutput) -> tuple[State, Tree]:
-            loss, any_targets = trainer.first_loss(outputs.losses), (outputs.counts > 0).any()
-            after, metrics = trainer.update(
-                state, loss, outputs.gradients, outputs.aux, any_targets
-            )
-            losses = trainer.losses_of(outputs.losses, outputs.counts, outputs.aux_losses)
-            return after, metrics | losses
-
-        return update
+        return jax.jit(self.trainer.after)
