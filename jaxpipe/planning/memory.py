@@ -38,8 +38,8 @@ class RankBytes:
         the head, by liveness over its equations (`liveness.py`).
       host: bytes in its host's memory, not on the device: residuals (`train.offload_layers`) and
         moments (`train.offload_moments`).
-      kept: with `train.fused_steps` a second state, next to the state before the steps; every rank
-        has full embedding and head in it.
+      kept: with `train.fused_steps` the reduced gradients of a step that is not yet validated; and
+        parameters, moments and gradients of the full embedding and head, which every rank has.
     """
 
     parameters: int
@@ -98,7 +98,7 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
         activations=activations,
         working=_working(costs, layout, tables),
         host=host + train.offload_moments * moments,
-        kept=overlaps * (trained.of_rank + end.of_rank + frozen.of_rank + frozen_end.of_rank),
+        kept=overlaps * (FLOAT32 * trained.part + end.of_rank + frozen_end.of_rank),
     )
 
 

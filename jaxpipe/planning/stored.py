@@ -24,7 +24,7 @@ class StoredValues(NamedTuple):
       of_layers: parameters as layers read them, those of embed_head all-gathered over pp even where
         embedding and head are vocabulary-parallel.
       moments: bytes of the optimizer's moments.
-      of_rank: bytes of parameters and moments, those of embed_head all-gathered over pp.
+      of_rank: bytes of parameters, gradients and moments, those of embed_head all-gathered over pp.
       reduced: values that a device sends in a reduce-scatter of the gradients in a ring of all
         devices that have one to add.
     """
@@ -116,7 +116,8 @@ def _values_on(
             whole=held(params, (*ZERO_AXES, *ranks), unit=1),
             of_layers=held(params, ZERO_AXES, always=ranks, unit=1),
             moments=sum(held(tree) for tree in state),
-            of_rank=held(params, ranks, unit=item) + sum(held(tree, ranks) for tree in state),
+            of_rank=held(params, ranks, unit=item + FLOAT32 * trained)
+            + sum(held(tree, ranks) for tree in state),
             reduced=reduced() if trained else 0.0,
         )
 

@@ -64,6 +64,8 @@ class BubbleMeter:
         try:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 _, events = recorded(lambda: _keep(results, step(state, batch)), Path(folder))
+                if several and not self._steps.fused.are_one_overlap(results[0][1]):
+                    return results[0]  # its ticks are not those of the schedule
                 events = list(events)
                 by_replica = {r: ticks(pipeline, events, r) for r in local_replicas(pipeline)}
                 bubbles = rank_bubbles(next(iter(by_replica.values())))

@@ -91,6 +91,11 @@ class FusedSteps:
         """
         return self.trainer.compiled(self._in_turn if self.pipeline is None else self._overlapping)
 
+    def are_one_overlap(self, metrics: dict[str, jax.Array]) -> bool:
+        """Whether no step but the last ended the overlap, from the metrics of a program."""
+        of_steps = metrics["loss"], metrics["grad_norm"], metrics["target_tokens"].sum(1)
+        return bool(jax.vmap(self._accepts)(*of_steps)[:-1].all())
+
     def _overlapping(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         length, overlap = self.trainer.schedule.microbatches, jax.jit(self._overlap)
 

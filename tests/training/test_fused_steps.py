@@ -1,20 +1,23 @@
 """Steps that overlap in one program leave, bit for bit, the state of the same steps one by one."""
 
+import itertools
 import re
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import SMALL
+from jax import lax
 from routed import batch_at
 from toy import LENGTH, TOY, toy_params
 
 from jaxpipe import config as configs
-from jaxpipe.parallel import make_mesh
-from jaxpipe.pipeline import Execution, Pipeline, StageFunctions
+from jaxpipe.parallel import PP, make_mesh
+from jaxpipe.pipeline import Execution, Pipeline, StageFunctions, updates
 from jaxpipe.schedule import Lockstep, build, fuse_steps
 from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.trainer import Trainer
@@ -28,8 +31,9 @@ TWO = ["parallel.pp=2", "parallel.dp=1"]
 TWICE = ["parallel.schedule=zb_auto", "parallel.memory_limit=2p"]
 # The norms of their gradients are 0.64, 0.52, 0.55 and 0.52.
 BATCHES = [batch_at(number, MICROBATCHES, EXAMPLES) for number in (1, 0, 3, 4)]
-CLIPS_THE_FIRST, CLIPS_NONE = "optimizer.clip_norm=0.6", "optimizer.clip_norm=0.7"
+CLIPS_NONE = "optimizer.clip_norm=0.7"
 BROKEN = BATCHES[0] | {"positions": np.full_like(BATCHES[0]["positions"], -1)}
+STEEP = BATCHES[0] | {"targets": np.zeros_like(BATCHES[0]["targets"])}  # a norm above 1
 
 
 @dataclass(frozen=True)
@@ -95,11 +99,10 @@ def same(got, want):
 
 
 class Overlapping(FusedSteps):
-    """Fused steps without the fallback to sequential ones, which returns zeros here."""
+    """Fused steps of which none ends the overlap."""
 
-    def _in_turn(self, state, batch):
-        made = jax.eval_shape(super()._in_turn, state, batch)
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), made)
+    def _accepts(self, *of_step):
+        return jnp.bool_(True)
 
 
 @pytest.mark.slow(unless=["*zb_h2-True"])
@@ -137,25 +140,69 @@ def test_ends_in_parts_of_many_replicas_may_be_summed_otherwise():
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), got, want)
 
 
+class CountedTicks(updates._UpdatingTicks):
+    """Ticks that are counted; `ranks` has a pipeline rank for each tick that it has run."""
+
+    ranks = []
+
+    def tick(self, *of_tick):
+        jax.debug.callback(lambda rank: self.ranks.append(int(rank)), lax.axis_index(PP))
+        return super().tick(*of_tick)
+
+
 @cache
 def steps_of(schedule):
-    """Return compiled steps that may skip one non-finite step in a row."""
+    """Return compiled steps that may skip one non-finite step in a row, and count their ticks."""
     how = TWICE if schedule == "zb_auto" else [f"parallel.schedule={schedule}"]
-    return FusedSteps(trainer_of(*TWO, *how, CLIPS_THE_FIRST, "train.skip_non_finite=1"))
+    steps = FusedSteps(trainer_of(*TWO, *how, CLIPS_NONE, "train.skip_non_finite=1"))
+    with mock.patch.object(updates, "_UpdatingTicks", CountedTicks):
+        counted(steps, BATCHES)
+    return steps
 
 
-@pytest.mark.slow(unless=["zb_h1-*"])
+def counted(steps, batches):
+    """Run the steps in one program; also return the number of ticks."""
+    CountedTicks.ranks.clear()
+    found = jax.block_until_ready(at_once(steps, batches))
+    jax.effects_barrier()
+    assert CountedTicks.ranks.count(0) == CountedTicks.ranks.count(1)
+    return found, CountedTicks.ranks.count(0)
+
+
+def ticks_of(steps, ended):
+    """Return the ticks of steps whose overlap ends with these steps and with the last."""
+    (validated,) = np.nonzero(steps.pipeline.tables.columns.steps.validate[:, 0])
+    ends = [-1, *sorted({*ended, STEPS - 1})]
+    return sum(validated[end - before - 1] + 1 for before, end in itertools.pairwise(ends))
+
+
+# What ends the overlap, by step.
+CASES = {
+    "none": {},
+    **{f"clipped {step}": {step: STEEP} for step in range(STEPS)},
+    "all clipped": dict.fromkeys(range(STEPS), STEEP),
+    "left out": {1: BROKEN},
+    "clipped and left out": {0: STEEP, 2: BROKEN},
+    "stopped": {1: BROKEN, 2: BROKEN, 3: BATCHES[3]},
+}
+
+
+@pytest.mark.slow(unless=["*-zb_h1"])
 @pytest.mark.parametrize(
-    "broken", [(), (2,), (0, 2), (1, 2)], ids=["clipped", "left out", "two left out", "stopped"]
+    "schedule", ["1f1b", "zb_h1", "zb_h2", "zb_auto", "zbv", "interleaved_1f1b", "dualpipe"]
 )
-@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "zb_auto", "dualpipe"])
-def test_steps_that_are_clipped_or_not_finite(schedule, broken):
-    """And then four more, which change nothing after a stop."""
+@pytest.mark.parametrize("ended", CASES.values(), ids=CASES)
+def test_steps_that_are_clipped_or_not_finite(ended, schedule):
+    """Each costs at most a step's ticks. Then four more, which change nothing after a stop."""
     steps = steps_of(schedule)
-    batches = [BROKEN if number in broken else each for number, each in enumerate(BATCHES)]
-    got, want = at_once(steps, batches), one_by_one(steps.trainer, batches)
+    batches = [ended.get(number, batch) for number, batch in enumerate(BATCHES)]
+    (got, ticks), want = counted(steps, batches), one_by_one(steps.trainer, batches)
     same(got, want)
-    assert int(want[0].guard.skipped) == {(): 0, (2,): 1, (0, 2): 2, (1, 2): 1}[broken]
+    for number, norm in enumerate(want[1]["grad_norm"]):
+        assert (norm < 0.7) == (number not in ended or ended[number] is BATCHES[3])
+    if steps.pipeline is not None:
+        assert ticks == ticks_of(steps, ended)
+        assert ticks <= ticks_of(steps, ()) + len(ended) * ticks_of(steps, range(STEPS)) / STEPS
     more = BATCHES[1:3] + BATCHES[1:3]
     same(at_once(steps, more, got[0]), one_by_one(steps.trainer, more, want[0]))
 
@@ -182,27 +229,32 @@ def test_what_cannot_overlap(functions, execution, message):
     shared, layers = toy_params(jax.random.key(0), 2)
     params = {"embed_head": shared, "layers": pipeline.layout(1).stack(layers)}
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(partial(pipeline.run_updates, update=None), params, (), batch_at(0, 4, 2))
+        jax.eval_shape(
+            partial(pipeline.run_updates, steps=2, update=None, accepts=None),
+            params,
+            (),
+            batch_at(0, 4, 2),
+        )
 
 
 @pytest.mark.slow
 def test_ranks_that_hand_on_copy_no_matrix():
     """Neither parameters, moments and gradient sums nor ring buffers, nor in the loop's body."""
     trainer = trainer_of(*TWO, "parallel.schedule=zb_h2")
-    steps = FusedSteps(trainer)
-
-    def overlapping(state, batch):
-        return steps.pipeline.run_updates(state.params, state.optimizer, batch, steps._update)
-
     batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *BATCHES)
-    lowered = jax.jit(overlapping, donate_argnums=0).lower(trainer.state_shapes, batch)
+    lowered = FusedSteps(trainer).train_steps.lower(trainer.state_shapes, batch)
     text = lowered.compile().as_text()
     computations = {part.split()[0]: part for part in text.split("\n\n") if part.startswith("%")}
-    (loop,) = re.findall(r" while\(.*body=(%[\w.]+)", text)
-    branches = re.findall(r"branch_computations={(%[\w.]+), (%[\w.]+)}", computations[loop])
-    assert len(branches) == 7  # F, head, B, W, embedding; restarted sums, and the update
+    (overlap,) = re.findall(r" while\(.*body=(%[\w.]+)", text[text.index("\nENTRY") :])
+    bodies = re.findall(r" while\(.*body=(%[\w.]+)", computations[overlap])
+    branches = {
+        body: re.findall(r"branch_computations={(%[\w.]+), (%[\w.]+)}", computations[body])
+        for body in bodies
+    }
+    loop = max(bodies, key=lambda body: len(branches[body]))
+    assert len(branches[loop]) == 8  # F, head, B, W, embedding; sums restarted; complete, validate
     ring = rf"\d+,{EXAMPLES},{LENGTH},"
     copies = rf"= \w+\[(?:\d+,\d+\]|{ring})\S* copy\("
-    for handing_on in (loop, *(idle for idle, _ in branches)):
+    for handing_on in (loop, *(idle for idle, _ in branches[loop])):
         assert not re.findall(copies, computations[handing_on])
-    assert any(re.findall(copies, computations[busy]) for _, busy in branches)
+    assert any(re.findall(copies, computations[busy]) for _, busy in branches[loop])
