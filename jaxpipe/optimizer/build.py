@@ -54,10 +54,13 @@ class Kind(NamedTuple):
         with the same bits in every program. A device can then apply it to its own shards in the
         program of several steps. Others need the full matrices of a layer, or round differently
         where XLA fuses them differently (schedule-free's averages).
+      by_matrix: whether it updates matrices of layers one by one and everything else value by
+        value, so that a device which stores full matrices can apply it there, too.
     """
 
     make: Callable[[Ingredients], optax.GradientTransformation]
     by_value: bool = True
+    by_matrix: bool = False
 
 
 def _adam(config: OptimizerConfig, *, nesterov: bool = False) -> optax.GradientTransformation:
@@ -97,7 +100,7 @@ KINDS = {
     "adafactor": Kind(_adafactor, by_value=False),
     "adamw": Kind(lambda parts: parts.descend(_adam(parts.config))),
     "lion": Kind(_lion),
-    "muon": Kind(_muon, by_value=False),
+    "muon": Kind(_muon, by_value=False, by_matrix=True),
     "nadamw": Kind(lambda parts: parts.descend(_adam(parts.config, nesterov=True))),
     "schedule_free": Kind(_schedule_free, by_value=False),
     "sgd": Kind(lambda parts: parts.descend(optax.trace(parts.config.beta1))),

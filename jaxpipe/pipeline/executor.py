@@ -136,8 +136,9 @@ class Pipeline:
         return self._run(self.tables, params, batch, variables, loss_scale)
 
     def run_updates(
-        self, params: Tree, moments: Tree, batch: Tree, steps: Any, update: Update, accepts: Accepts
-    ) -> UpdateOutputs:
+        self, params: Tree, moments: Tree, batch: Tree, steps: Any, update: Update,
+        accepts: Accepts, variables: Tree = None,
+    ) -> UpdateOutputs:  # fmt: skip
         """Run steps that overlap, up to the gradients of the first that is not accepted.
 
         Args:
@@ -151,6 +152,8 @@ class Pipeline:
             therefore be elementwise.
           accepts: `(losses, norm, terms) -> bool`, of a step's head losses (a scalar or `[K]`),
             gradient norm and number of loss terms: whether `update` is the update of the step.
+          variables: the model's variables. `next_variables` must compute the entries that a layer
+            reads from these entries, and from sums and maxima of this layer.
 
         Returns:
           An `UpdateOutputs`; the caller makes the update of its last step.
@@ -170,10 +173,10 @@ class Pipeline:
         return jax.shard_map(
             UpdatingProgram(program, update, accepts),
             mesh=self.mesh,
-            in_specs=(*outlives, batch_spec(), all_have, PartitionSpec(None, PP)),
-            out_specs=UpdateOutputs(*outlives, of_gradients, *(all_have,) * 5),
+            in_specs=(*outlives, all_have, batch_spec(), all_have, PartitionSpec(None, PP)),
+            out_specs=UpdateOutputs(*outlives, all_have, of_gradients, *(all_have,) * 6),
             check_vma=False,
-        )(params, moments, batch, jnp.int32(steps), self.tables.columns)
+        )(params, moments, variables, batch, jnp.int32(steps), self.tables.columns)
 
     def losses_and_gradients(
         self, params: Tree, batch: Tree, variables: Tree = None

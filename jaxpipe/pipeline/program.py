@@ -67,13 +67,8 @@ class DeviceProgram:
         carry = run_ticks(work, carry, columns, closing)
         every = (PP, *REPLICA_AXES)
         losses, aux_losses = lax.psum((carry.losses, carry.aux_losses), every)
-        side = Aux(
-            None,
-            {name: lax.psum(value, every) for name, value in carry.aux.sums.items()},
-            {name: lax.pmax(value, every) for name, value in carry.aux.maxima.items()}
-            | {name: lax.pmax(value, (*every, TP)) for name, value in carry.statistics.items()},
-            {name: lax.psum(value, PP) for name, value in carry.aux.per_example.items()},
-        )
+        rows = {name: lax.psum(value, PP) for name, value in carry.aux.per_example.items()}
+        side = reduce_aux(side_of(carry), every)._replace(per_example=rows)
         outputs = jax.tree.map(lambda own: lax.psum(own, PP), carry.outputs)
         if not self.tables.has_gradients:
             return StepOutput(losses, None, side, outputs, step.counts, aux_losses)
@@ -194,3 +189,18 @@ class DeviceProgram:
             split=head.split(shared, x, rows) if self.tables.has_gradients else None,
             step=step,
         )
+
+
+def side_of(carry: Carry) -> Aux:
+    """Return the sums and maxima of this device's layers; those of statistics variables over tp."""
+    statistics = {name: lax.pmax(value, TP) for name, value in carry.statistics.items()}
+    return Aux(None, carry.aux.sums, {**carry.aux.maxima, **statistics})
+
+
+def reduce_aux(side: Aux, axes: tuple[str, ...]) -> Aux:
+    """Return sums and maxima over the devices along `axes`."""
+    sums, maxima = (
+        {name: reduce(value, axes) for name, value in by_name.items()}
+        for reduce, by_name in ((lax.psum, side.sums), (lax.pmax, side.maxima))
+    )
+    return Aux(None, sums, maxima)

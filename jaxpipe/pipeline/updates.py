@@ -26,11 +26,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.contract import Aux
 from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding, is_stage_stacked
 from jaxpipe.parallel.flags import merge
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.parameters import DeviceParameters
-from jaxpipe.pipeline.program import DeviceProgram
+from jaxpipe.pipeline.program import DeviceProgram, reduce_aux, side_of
 from jaxpipe.pipeline.tick import DeviceWork
 from jaxpipe.schedule import TableRow
 
@@ -44,26 +45,28 @@ class UpdateOutputs(NamedTuple):
     """The outputs of several steps, up to the gradients of the last.
 
     Attributes:
-      params, moments: before the update of the last step, with the structure and sharding of the
-        inputs.
+      params, moments, variables: before the update of the last step, with the structure and
+        sharding of the inputs.
       gradients: of the last step, with the structure and sharding of `params`; None for frozen
         parameters.
       updates: number of updates, int32; the number of the last step, counted from 0.
       losses: each microbatch's share of its step's loss, `[N * M]` or `[N * M, K]`.
       aux_losses: its share of the layers' auxiliary losses, `[N * M]`; None: they have none.
       counts: number of terms of the head's losses in each microbatch, `[N * M]`.
-      squares: squared gradient norm of each step, float32 `[N]`. Nothing is complete of the steps
-        after the last.
+      squares: squared gradient norm of each step, float32 `[N]`.
+      aux: layers' sums and maxima of each step, `[N, ...]`; steps after the last are incomplete.
     """
 
     params: Tree
     moments: Tree
+    variables: Tree
     gradients: Tree
     updates: jax.Array
     losses: jax.Array
     aux_losses: jax.Array | None
     counts: jax.Array
     squares: jax.Array
+    aux: Aux
 
 
 class RankStep(NamedTuple):
@@ -74,6 +77,8 @@ class RankStep(NamedTuple):
       square: its contribution to their squared norm.
       embed_head, layers: parameters of the next step gathered for compute, in the compute dtype;
         layers by run.
+      variables: those of the next step, in the entries of this rank's layers.
+      aux: sums and maxima of this rank's layers in each step, `[N, ...]`.
       done: number of complete steps.
     """
 
@@ -81,6 +86,8 @@ class RankStep(NamedTuple):
     square: jax.Array
     embed_head: Tree
     layers: tuple[Tree, ...]
+    variables: Tree
+    aux: Aux
     done: jax.Array
 
 
@@ -89,6 +96,7 @@ class ValidState(NamedTuple):
 
     Attributes:
       params, moments: this device's shards of parameters and optimizer state after `updates`.
+      variables: the model's variables after as many.
       updates: number of updates so far.
       squares: `[N]`, squared gradient norms.
       goes_on: whether a step follows.
@@ -96,6 +104,7 @@ class ValidState(NamedTuple):
 
     params: Tree
     moments: Tree
+    variables: Tree
     updates: jax.Array
     squares: jax.Array
     goes_on: jax.Array
@@ -119,15 +128,19 @@ class UpdatingProgram:
     accepts: Accepts
 
     def __call__(
-        self, params: Tree, moments: Tree, batch: Tree, steps: jax.Array, columns: TableRow
-    ) -> UpdateOutputs:
+        self, params: Tree, moments: Tree, variables: Tree, batch: Tree, steps: jax.Array,
+        columns: TableRow,
+    ) -> UpdateOutputs:  # fmt: skip
         """Run at most `steps` steps, up to the first that is not accepted."""
         program = self.program
         params, moments = self._with_shared(ParamSharding.gather_over_pp, (params, moments))
         own = DeviceParameters.gather(params, self._stored, program.execution)
-        work, carry = program.start(own, batch, None, None)
+        work, carry = program.start(own, batch, variables, None)
         self._check(work)
-        ticks = _UpdatingTicks(work, own, program, self._stored, self.update, self.accepts, steps)
+        ticks = _UpdatingTicks(
+            work, own, program, self._stored, self.update, self.accepts, steps,
+            (carry.aux, carry.statistics),
+        )  # fmt: skip
         columns = jax.tree.map(lambda column: column[:, 0], columns)
 
         def tick(loop: tuple) -> tuple:
@@ -135,16 +148,21 @@ class UpdatingProgram:
             row = jax.tree.map(lambda column: column[number], columns)
             return number + 1, *ticks.tick(*states, row)
 
-        first = jnp.int32(0), carry, ticks.first_step(carry), ticks.first_state(params, moments)
+        state = ValidState(
+            params, moments, variables, jnp.int32(0),
+            jnp.zeros(program.steps, jnp.float32), jnp.bool_(True),
+        )  # fmt: skip
+        first = jnp.int32(0), carry, ticks.first_step(carry), state
         _, carry, step, state = lax.while_loop(lambda loop: loop[-1].goes_on, tick, first)
-        stage_stacked = self._with_shared(
+        params, moments, gradients = self._with_shared(
             ParamSharding.scatter_from_owner,
             (state.params, state.moments, step.gradients), ticks.owned,
         )  # fmt: skip
         losses = lax.psum((carry.losses, carry.aux_losses), _EVERY)
         return UpdateOutputs(
-            *stage_stacked, state.updates, *losses, work.step.counts, state.squares
-        )
+            params, moments, state.variables, gradients, state.updates, *losses,
+            work.step.counts, state.squares, reduce_aux(step.aux, (PP,)),
+        )  # fmt: skip
 
     @property
     def _stored(self) -> Tree:
@@ -157,11 +175,13 @@ class UpdatingProgram:
     def _with_shared(self, change: Callable[..., jax.Array], tree: Tree, *more: Tree) -> Tree:
         """Apply `change` to the `embed_head` parameters of every stage-stacked tree."""
 
+        def own(how: ParamSharding, leaf: Tree, *more: jax.Array) -> Tree:
+            return jax.tree.map(lambda array: change(how, array, *more), leaf)  # or there is none
+
         def of(node: Tree) -> Tree:
             if not is_stage_stacked(node):
                 return node
             stored = self.program.shardings["embed_head"]
-            own = lambda how, leaf, *more: None if leaf is None else change(how, leaf, *more)  # noqa: E731
             return node | {"embed_head": jax.tree.map(own, stored, node["embed_head"], *more)}
 
         return jax.tree.map(of, tree, is_leaf=is_stage_stacked)
@@ -169,15 +189,14 @@ class UpdatingProgram:
     def _check(self, work: DeviceWork) -> None:
         """Raise `ValueError` where the model is not made for overlapping steps.
 
-        They exclude variables, outputs, auxiliary outputs, and parameters of embedding and head
-        that several ranks would update: tied ones, and those that layers read.
+        They exclude outputs, and parameters of embedding and head that several ranks would update:
+        tied ones, and those that layers read.
         """
-        sides = [kind.output.aux for kind in work.kinds]
-        beside = any(side.sums or side.maxima or side.per_example for side in sides)
-        if beside or self.program.functions.variables or self.program.functions.outputs:
+        rows = any(kind.output.aux.per_example for kind in work.kinds)
+        if rows or self.program.functions.outputs:
             raise ValueError(
-                "steps that overlap leave parameters, moments and losses: use functions without "
-                "variables, outputs, and sums, maxima or rows of layers, or steps in turn."
+                "steps that overlap return nothing by microbatch but losses: use functions without "
+                "outputs, and layers without `Aux.per_example`, or run steps in turn."
             )
         if any(chunk.reads_embed_head for chunk in work.chunks):
             raise ValueError(
@@ -194,7 +213,14 @@ class UpdatingProgram:
 
 @dataclass(frozen=True)
 class _UpdatingTicks:
-    """Ticks with updates; `work` and `own` contain the parameters of the first step."""
+    """Ticks with updates.
+
+    Attributes:
+      work, own: with the parameters of the first step.
+      program, stored, update, accepts: as in `UpdatingProgram`; how parameters are sharded.
+      steps: number of steps to run at most.
+      empty: auxiliary outputs and statistics before the first microbatch of a step.
+    """
 
     work: DeviceWork
     own: DeviceParameters
@@ -203,18 +229,16 @@ class _UpdatingTicks:
     update: Update
     accepts: Accepts
     steps: jax.Array
+    empty: tuple[Aux, Tree]
 
     def first_step(self, carry: Carry) -> RankStep:
         """Return what a rank has before its first step."""
-        shapes = jax.eval_shape(self._gradients, carry)
-        gradients = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
-        own = self.own
-        return RankStep(gradients, jnp.float32(0), own.embed_head, own.layers, jnp.int32(0))
-
-    def first_state(self, params: Tree, moments: Tree) -> ValidState:
-        """Return the state before the first step."""
-        squares = jnp.zeros(self.program.steps, jnp.float32)
-        return ValidState(params, moments, jnp.int32(0), squares, jnp.bool_(True))
+        own, variables = self.own, self.work.step.variables
+        like = jax.eval_shape(lambda: (self._gradients(carry), self._aux(carry)))
+        gradients, aux = jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), like)
+        aux = jax.tree.map(lambda of: jnp.stack([of] * self.program.steps), aux)
+        none = jnp.float32(0), own.embed_head, own.layers, variables, aux, jnp.int32(0)
+        return RankStep(gradients, *none)
 
     def tick(
         self, carry: Carry, step: RankStep, state: ValidState, row: TableRow
@@ -223,9 +247,12 @@ class _UpdatingTicks:
         embed, shared = self.work.embed_head.embed, carry.embed_head_gradients
         sums = embed.unused(shared), carry.layer_gradients
         nothing = partial(jax.tree.map, jnp.zeros_like, sums)
-        others, layers = lax.cond(row.steps.step_restart > 0, nothing, lambda: sums)
+        others, layers = lax.cond(restarts := row.steps.step_restart > 0, nothing, lambda: sums)
         shared = merge(embed.used, shared, others)
-        carry = carry._replace(embed_head_gradients=shared, layer_gradients=layers)
+        aux, statistics = _select(restarts, self.empty, (carry.aux, carry.statistics))
+        carry = carry._replace(
+            embed_head_gradients=shared, layer_gradients=layers, aux=aux, statistics=statistics
+        )
         carry = self._work(step).tick(carry, row)
         with jax.named_scope("update"):
             complete = partial(self._completed, carry, step, state)
@@ -242,16 +269,21 @@ class _UpdatingTicks:
         head, aux = jax.tree.map(lambda of_steps: of_steps[step.done], (data.head, data.aux))
         layout, runs = self.program.layout, self.program.runs
         chunks = own.chunks(layout, runs, work.kinds, mirrored=False)
-        work = replace(work, chunks=chunks)
-        return work.with_step(embed_head=step.embed_head, head=head, aux=aux)
+        return replace(work, chunks=chunks).with_step(
+            embed_head=step.embed_head, variables=step.variables, head=head, aux=aux
+        )
 
     def _completed(self, carry: Carry, step: RankStep, state: ValidState) -> RankStep:
         """Keep the gradients, and gather the parameters after an update that is not yet valid."""
         gradients = self._gradients(carry)
         params, _ = self.update(gradients, state.moments, state.params, jnp.bool_(True))
         own = DeviceParameters.gather(params, self.stored, self.own.execution)
-        square = self._square(gradients)
-        return RankStep(gradients, square, own.embed_head, own.layers, step.done + 1)
+        aux = self._aux(carry)
+        return RankStep(
+            gradients, self._square(gradients), own.embed_head, own.layers,
+            self._following(state.variables, aux),
+            jax.tree.map(lambda of, new: of.at[step.done].set(new), step.aux, aux), step.done + 1,
+        )  # fmt: skip
 
     def _validated(self, carry: Carry, step: RankStep, state: ValidState) -> ValidState:
         """Make the update of the oldest step, if it is accepted and another step follows."""
@@ -261,10 +293,23 @@ class _UpdatingTicks:
             for of_all in (carry.losses, counts)
         )
         loss, square = lax.psum(losses, _EVERY), lax.psum(step.square, (*_EVERY, TP))
+        aux = reduce_aux(jax.tree.map(lambda of: of[number], step.aux), (PP,))
         goes_on = self.accepts(loss, jnp.sqrt(square), terms) & (number + 1 < self.steps)
         params, moments = self.update(step.gradients, state.moments, state.params, goes_on)
-        squares = state.squares.at[number].set(square)
-        return ValidState(params, moments, number + goes_on, squares, goes_on)
+        variables = self._following(state.variables, aux)
+        return ValidState(
+            params, moments, _select(goes_on, variables, state.variables), number + goes_on,
+            state.squares.at[number].set(square), goes_on,
+        )  # fmt: skip
+
+    def _aux(self, carry: Carry) -> Aux:
+        """Return sums and maxima of this rank's layers, over the replicas."""
+        return reduce_aux(side_of(carry), REPLICA_AXES)
+
+    def _following(self, variables: Tree, aux: Aux) -> Tree:
+        """Return the variables after a step."""
+        following = self.program.functions.next_variables
+        return variables if following is None else following(variables, aux)
 
     def _gradients(self, carry: Carry) -> Tree:
         """Return this device's gradient shards from its sums."""
@@ -298,3 +343,8 @@ class _UpdatingTicks:
         tables, head = self.work.step.tables, self.work.embed_head.head
         (first,), (last,) = tables.first_ranks, tables.last_ranks
         return jax.tree.map(lambda used: lax.axis_index(PP) == (last if used else first), head.used)
+
+
+def _select(flag: jax.Array, new: Tree, old: Tree) -> Tree:
+    """Return the tree `new` if the scalar `flag` is true, otherwise `old`."""
+    return jax.tree.map(lambda new, old: jnp.where(flag, new, old), new, old)

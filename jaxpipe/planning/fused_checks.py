@@ -16,9 +16,9 @@ def check_fused(config: Config) -> None:
     `train.corruption_check_every`; with a schedule whose ranks have stages of both directions
     (dualpipe) also `log.bubble_every`, and with any other: `train.spike_sigma`,
     `debug.skip_update`, `debug.print_messages`, a head that is the embedding, `model.mtp_depth`,
-    `parallel.vocab_parallel_pp`, experts, `train.fp8`, `train.compute_dtype='float16'`,
-    `parallel.slices`, `parallel.reshard_after_forward`, and optimizers that do not update value by
-    value.
+    `parallel.vocab_parallel_pp`, `train.compute_dtype='float16'`, `parallel.slices`,
+    `parallel.reshard_after_forward`, and optimizers that do not update value by value, but not
+    `muon` where devices store full matrices.
     """
     steps = config.train.fused_steps
     if steps == 1:
@@ -61,15 +61,11 @@ def _unmet(config: Config) -> Iterator[tuple[str, str]]:
     if config.debug.print_messages:
         yield "debug.print_messages=true", "ticks of several steps have no numbers of their own"
     if model.tied:
-        yield "a head that is the embedding", "two ranks would update it"
+        yield "a head that is the embedding", "the first stage would wait for the last's gradient"
     if depth := model.tokens_ahead:
         yield f"model.mtp_depth={depth}", "ranks whose layers read the ends would update them, too"
     if parallel.vocab_parallel_pp is True:
         yield "parallel.vocab_parallel_pp=true", "ranks that share the ends would wait in them"
-    if model.routed_experts:
-        yield f"model.n_experts={model.routed_experts}", "what routers count goes over all ranks"
-    if train.fp8 != "none":
-        yield f"train.fp8={train.fp8!r}", "its scales are made of the maxima of all ranks"
     if train.compute_dtype == "float16":
         yield "train.compute_dtype='float16'", "its loss scale is known after a step alone"
     if parallel.slices > 1:
@@ -78,6 +74,12 @@ def _unmet(config: Config) -> Iterator[tuple[str, str]]:
         yield "parallel.reshard_after_forward=true", "ops gather what others have updated already"
     from jaxpipe.optimizer import KINDS, kind_of  # needs jax
 
-    if not kind_of(config.optimizer.name).by_value:
+    kind = kind_of(config.optimizer.name)
+    has_matrices = parallel.tp == 1 and (parallel.dp == 1 or not parallel.zero_stage)
+    if not (kind.by_value or (kind.by_matrix and has_matrices)):
         name, fit = config.optimizer.name, [name for name, kind in KINDS.items() if kind.by_value]
-        yield f"optimizer.name={name!r}", f"a rank updates value by value, as {', '.join(fit)} do"
+        yield (
+            f"optimizer.name={name!r}",
+            f"a rank updates value by value, as {', '.join(fit)} do"
+            + ", or by full matrices (parallel.tp=1, parallel.zero_stage=0)" * kind.by_matrix,
+        )

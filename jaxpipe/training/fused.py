@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
 from jaxpipe import optimizer as optimizers
 from jaxpipe.config import TrainConfig
-from jaxpipe.pipeline import Aux, Pipeline
+from jaxpipe.pipeline import Pipeline
 from jaxpipe.pipeline.reference import StepOutput
 from jaxpipe.schedule import fuse_steps
 from jaxpipe.training.rates import step_metrics
@@ -126,24 +127,28 @@ class FusedSteps:
         trainer, train = self.trainer, self.trainer.config.train
         most = jnp.where(state.guard.stops(train), 1, most)  # a run that has stopped has no update
         outputs = self.pipeline.run_updates(
-            state.params, state.optimizer, batch, most, self._update, self._accepts
-        )
+            state.params, state.optimizer, batch, most, self._update, self._accepts,
+            state.variables,
+        )  # fmt: skip
         last, of_steps = outputs.updates, (outputs.losses, outputs.counts, outputs.aux_losses)
         of_steps = jax.tree.map(lambda a: a.reshape(self.count, -1, *a.shape[1:]), of_steps)
 
         def account(guard: StepGuard, of_step: tuple) -> tuple[StepGuard, dict[str, jax.Array]]:
-            number, square, losses = of_step
+            number, square, losses, aux = of_step
             loss, norm = trainer.first_loss(losses[0]), jnp.sqrt(square)
-            metrics = step_metrics(loss, norm, Aux(), trainer.model.functions.report)
+            metrics = step_metrics(loss, norm, aux, trainer.model.functions.report)
             after, _ = guard.after(loss, norm, train)
             guard = optimizers.chosen(number < last, after, guard)
             return guard, metrics | guard.metrics() | trainer.losses_of(*losses)
 
-        numbered = jnp.arange(self.count), outputs.squares, of_steps
+        numbered = jnp.arange(self.count), outputs.squares, of_steps, outputs.aux
         guard, metrics = lax.scan(account, state.guard, numbered)
-        state = State(outputs.params, outputs.moments, state.step + last, state.variables, guard)
-        losses, counts, aux_losses = jax.tree.map(lambda leaf: leaf[last], of_steps)
-        complete = StepOutput(losses, outputs.gradients, Aux(), None, counts, aux_losses)
+        step, variables = state.step + last, outputs.variables
+        state = State(outputs.params, outputs.moments, step, variables, guard)
+        (losses, counts, aux_losses), aux = jax.tree.map(
+            lambda leaf: leaf[last], (of_steps, outputs.aux)
+        )
+        complete = StepOutput(losses, outputs.gradients, aux, None, counts, aux_losses)
         state, own = trainer.after(state, complete)
         return last + 1, state, jax.tree.map(lambda a, of: a.at[last].set(of), metrics, own)
 
@@ -157,7 +162,19 @@ class FusedSteps:
         """The update of `Trainer.update` for gradients that are not clipped."""
         limit, norm = self.trainer.config.optimizer.clip_norm, jnp.float32(0)
         gradients = optimizers.clip_by_global_norm(gradients, norm, limit)
-        return optimizers.apply(self.trainer.optimizer, gradients, moments, params, accepted)
+        return optimizers.apply(self._optimizer, gradients, moments, params, accepted)
+
+    @cached_property
+    def _optimizer(self) -> optax.GradientTransformation:
+        """The run's optimizer, of a device's shards: their shapes tell not what parameters are."""
+        trainer = self.trainer
+        known = trainer.sharding.param_shardings(trainer.state_shapes.params)
+        by_path = dict(jax.tree_util.tree_leaves_with_path(known))
+
+        def stored(tree: Tree) -> Tree:
+            return jax.tree_util.tree_map_with_path(lambda path, _: by_path[path], tree)
+
+        return optimizers.build(trainer.config.optimizer, trainer.config.train.steps, stored)
 
     def _accepts(self, losses: jax.Array, norm: jax.Array, terms: jax.Array) -> jax.Array:
         """Whether `_update` is the update of a step; in doubt it is not."""

@@ -4,6 +4,7 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from typing import ClassVar
 from unittest import mock
 
 import jax
@@ -143,7 +144,7 @@ def test_ends_in_parts_of_many_replicas_may_be_summed_otherwise():
 class CountedTicks(updates._UpdatingTicks):
     """Ticks that are counted; `ranks` has a pipeline rank for each tick that it has run."""
 
-    ranks = []
+    ranks: ClassVar[list[int]] = []
 
     def tick(self, *of_tick):
         jax.debug.callback(lambda rank: self.ranks.append(int(rank)), lax.axis_index(PP))
