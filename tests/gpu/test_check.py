@@ -66,7 +66,7 @@ def test_the_step_on_many_gpus(schedule, pp, dp):
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 def test_steps_in_one_program_are_compiled_as_they_run():
-    """Its ticks have two more conditionals: the update, and the restart of gradient sums."""
+    """Its ticks have three more conditionals: sums restarted, a step completed, a step validated."""
     one, several = (
         report(
             *STEP, "parallel.pp=4", "parallel.dp=2", "parallel.schedule=zb_h2",
@@ -77,7 +77,7 @@ def test_steps_in_one_program_are_compiled_as_they_run():
         for steps in (1, 2)
     )  # fmt: skip
     permutes, few = several["permutes"], one["permutes"]["conditionals"]
-    assert permutes["conditionals"] == few + 2
+    assert permutes["conditionals"] == few + 3
     assert (permutes["asynchronous"], permutes["synchronous"]) == (2, 0)
     assert min(permutes["hides"]) >= few
     assert several["graphs"]["whole"]
