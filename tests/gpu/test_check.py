@@ -66,7 +66,7 @@ def test_the_step_on_many_gpus(schedule, pp, dp):
 @needs_compiler
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 def test_steps_in_one_program_are_compiled_as_they_run():
-    """Its ticks have three more conditionals: sums restarted, a step completed, a step validated."""
+    """Three more conditionals in a tick: sums restart, a step is complete, a step is validated."""
     one, several = (
         report(
             *STEP, "parallel.pp=4", "parallel.dp=2", "parallel.schedule=zb_h2",
