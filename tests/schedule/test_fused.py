@@ -165,7 +165,8 @@ def test_what_is_refused(tmp_path):
 def test_tables_say_where_ranks_end_and_begin_steps(name, lockstep):
     """A rank ends a step in the tick of its last gradient, and starts the next in the next tick.
 
-    The tables also mark the first gradient of the embedding in a step.
+    The tables also mark the first gradient of the embedding in a step; and, between the last end of
+    a step and the first of the next, one tick in which all ranks validate it.
     """
     one, steps, m = near(name, 2, 6), 3, 6
     columns = lower(fuse_steps(one, steps), lockstep).columns
@@ -180,12 +181,14 @@ def test_tables_say_where_ranks_end_and_begin_steps(name, lockstep):
             (last[step - 1] if step else -1) < tick <= last[step]
             for tick, step in zip(forwards, columns.forward_mb[forwards, rank] // m)
         )
-        ends, begins, embeds = (np.flatnonzero(each[:, rank]) for each in columns.steps)
+        ends, begins, embeds, validated = (np.flatnonzero(each[:, rank]) for each in columns.steps)
         assert ends.tolist() == last
         assert begins.tolist() == [tick + 1 for tick in last if tick + 1 < len(works)]
         embedded = np.flatnonzero(columns.embed_gradient[:, rank])
         assert len(embedded) == (rank == one.placement.rank_of[0]) * steps * m
         assert embeds.tolist() == embedded[::m].tolist()
+        assert len(validated) == steps
+        assert (validated >= ends).all() and (validated[:-1] < ends[1:]).all()
     assert lower(one, lockstep).columns.steps is None
 
 
