@@ -188,7 +188,8 @@ def test_tables_say_where_ranks_end_and_begin_steps(name, lockstep):
         assert len(embedded) == (rank == one.placement.rank_of[0]) * steps * m
         assert embeds.tolist() == embedded[::m].tolist()
         assert len(validated) == steps
-        assert (validated >= ends).all() and (validated[:-1] < ends[1:]).all()
+        assert (validated >= ends).all()
+        assert (validated[:-1] < ends[1:]).all()
     assert lower(one, lockstep).columns.steps is None
 
 
