@@ -11,7 +11,7 @@ A rank does not wait for the others: it goes on with the parameters that its gra
 are, and keeps both the gradients and the state before the update. Once all ranks have completed the
 step, in a tick that the tables give, they exchange its squared gradient norm and loss. If the
 caller accepts these, all ranks make the update. Otherwise the loop ends, and the gradients are
-returned with the state before the update: what ranks have begun of the next step is lost, and no
+returned with the state before the update: what ranks have computed of the next step is lost, and no
 other step (post-validation: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 4; its
 ranks hand partial norms on, because they share no ticks).
 """

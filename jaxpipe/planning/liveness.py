@@ -142,21 +142,21 @@ def _written(steps: list[Step], stored: set[Value], outputs: set[Value]) -> set[
 
 def _largest(steps: list[Step], begins: dict[Value, int], ends: dict[Value, int]) -> int:
     """The largest sum of live values; a loop updates in place what nothing reads after it."""
-    born: list[list[Value]] = [[] for _ in steps]
-    dying: list[list[Value]] = [[] for _ in steps]
+    starting: list[list[Value]] = [[] for _ in steps]
+    ending: list[list[Value]] = [[] for _ in steps]
     for value, end in ends.items():
-        born[begins[value]].append(value)
-        dying[end].append(value)
+        starting[begins[value]].append(value)
+        ending[end].append(value)
     held = largest = 0
     for place, step in enumerate(steps):
-        held += sum(value.size for value in born[place])
+        held += sum(value.size for value in starting[place])
         in_place = 0
         if step.name in _BODIES:
             made = sum(value.size for value in step.makes if value in ends)
-            read_last = sum(value.size for value in dying[place] if value not in step.makes)
+            read_last = sum(value.size for value in ending[place] if value not in step.makes)
             in_place = min(made, read_last)
         largest = max(largest, held - in_place + step.inner)
-        held -= sum(value.size for value in dying[place])
+        held -= sum(value.size for value in ending[place])
     return largest
 
 
