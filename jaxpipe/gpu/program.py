@@ -19,7 +19,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
 _THUNK = re.compile(r"^( *)\d+: (k\w+)")
-_LABEL = re.compile(r"^( *)(\w+):$")
+_LABEL = re.compile(r"^(?: *No thunks\.)?( *)(\w+):$")
 _HOST = "S(5)"  # memory space of arrays on the host, in an HLO layout
 _MOVES = ("fusion", "copy", "dynamic-slice", "dynamic-update-slice")
 _PRODUCT = 'custom_call_target="__cu'  # calls of cuBLAS and cuDNN
@@ -296,7 +296,8 @@ def parse_thunks(dump: str) -> Thunk:
     stack = [Thunk("root", -1)]
     for line in dump.splitlines():
         if label := _LABEL.match(line):
-            while stack[-1].indent > len(label[1]):
+            # XLA does not indent the label of a condition.
+            while stack[-1].indent > len(label[1]) and label[2] != "condition":
                 stack.pop()
             stack[-1].label = label[2]
         elif thunk := _THUNK.match(line):
@@ -308,12 +309,19 @@ def parse_thunks(dump: str) -> Thunk:
     return stack[0]
 
 
-def read_graph_coverage(dump: str) -> GraphCoverage | None:
-    """Return how the loop over ticks is launched, from the thunk dump; None without a loop."""
-    loops = [(graphed, one) for graphed, one in parse_thunks(dump).walk() if one.kind == "kWhile"]
-    if not loops:
-        return None
-    graphed, loop = max(loops, key=lambda pair: len(list(pair[1].walk())))
+def read_graph_coverage(dump: str, around: int = 0) -> GraphCoverage | None:
+    """Return how the loop over ticks is launched, from the thunk dump; None without a loop.
+
+    It is the largest loop, or the largest that is inside as many loops as are `around` it.
+    """
+    graphed, loop = False, parse_thunks(dump)
+    for _ in range(1 + around):
+        loops = [
+            pair for pair in loop.walk(graphed) if pair[1].kind == "kWhile" and pair[1] is not loop
+        ]
+        if not loops:
+            return None
+        graphed, loop = max(loops, key=lambda pair: len(list(pair[1].walk())))
     body = [one for label, one in loop.inside if label == "body"]
     launches = Counter(one.kind for one in body)
     stops = sum(

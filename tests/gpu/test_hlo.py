@@ -229,6 +229,19 @@ def test_a_loop_inside_a_graph_is_one_graph():
     assert (found.whole, found.stops) == (True, 0)
 
 
+def test_a_loop_over_steps_contains_that_over_ticks():
+    """Labels as XLA prints them in a loop inside a loop."""
+    inside = """    166: kWhile [prev=000 (1) | next=000 (1)]
+condition:
+        No thunks.      body:
+        000: kCommandBuffer [source | sink]
+            167: kCopy [source | sink]
+            168: kCopy [source | sink]"""
+    found = read_graph_coverage(dump(inside), around=1)
+    assert (found.whole, found.launches) == (True, {"kCommandBuffer": 1})
+    assert read_graph_coverage(dump(inside)).launches == {"kWhile": 1}
+
+
 def test_no_loop_no_graph():
     assert read_graph_coverage("001: kCustomKernel [source | sink] fusion\n") is None
 
