@@ -32,7 +32,8 @@ def test_what_the_device_gives_the_host_has(schedule):
     for layers, held in one.items():
         assert held.host == layers * layer
         assert held.activations + held.host == one[0].activations
-        assert held.total == one[0].total - held.host
+        # With copies no F runs beside a gradient, so less is computed with at once.
+        assert held.total - held.working == one[0].total - one[0].working - held.host
 
 
 def test_the_stash_is_counted_on_the_device():
