@@ -6,8 +6,9 @@ gradient (`jaxpipe.model.blocks`). So blocks use cuDNN's two calls directly, and
 whose gradient ignores the cotangent of the log-sum-exp.
 
 The calls can be traced anywhere, and run on GPUs only. They take no mask. jax's function does, but
-cannot be traced without a GPU, and compiled for absent ones it takes no heads wider than 128: a
-plan traces the model within `replace_kernels`, where the calls replace the function.
+cannot be traced without a GPU: a plan traces the model within `replace_kernels`, where the calls
+replace the function. They also do so for causal heads wider than 128, such as those of DeepSeek,
+which the function refuses when it is compiled for GPUs that are not present.
 """
 
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from jaxpipe.model.blocks import AttentionOutput, BlockGradients, KeyBlock, Quer
 from jaxpipe.model.cudnn import define_attention
 from jaxpipe.model.decoder_config import unmet_by_kernel
 
+_WIDEST = 128  # head that jax's function takes for every GPU
 _STANDING_IN = ContextVar("is_replacing_kernels", default=False)
 
 
@@ -36,11 +38,20 @@ def fused_attention(
     mask_11LS: jax.Array | None,
     window: int = 0,
 ) -> jax.Array:
-    """Attention where the mask is true; without a mask causal, in the window if it is not 0."""
-    operands = q_BLHK, k_BSGK, v_BSGK
-    if mask_11LS is None or is_replacing_kernels():
-        return _attend(mask_11LS is None, window, *operands)
-    return jax.nn.dot_product_attention(*operands, mask=mask_11LS, implementation="cudnn")
+    """Attention where the mask is true; without a mask causal, in the window if it is not 0.
+
+    jax counts a window as tokens to the left of a query, without the query itself.
+    """
+    operands, is_causal = (q_BLHK, k_BSGK, v_BSGK), mask_11LS is None
+    if is_replacing_kernels() or (is_causal and q_BLHK.shape[-1] > _WIDEST):
+        return _attend(is_causal, window, *operands)
+    if not is_causal:
+        return _of_library(*operands, mask=mask_11LS)
+    left = (window - 1, 0) if window else None
+    return _of_library(*operands, is_causal=True, local_window_size=left)
+
+
+_of_library = partial(jax.nn.dot_product_attention, implementation="cudnn")
 
 
 @contextmanager

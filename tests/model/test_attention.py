@@ -90,7 +90,20 @@ def test_a_window_is_of_so_many_last_tokens(length, window):
 
 
 @pytest.mark.parametrize("window", [0, 3])
-def test_the_fused_kernel_is_told_the_window(window):
+def test_the_fused_kernel_is_told_the_window(window, monkeypatch):
+    """Only tracing: the checks for a GPU and its library are disabled."""
+    fused = "jax._src.cudnn.fused_attention_stablehlo"
+    monkeypatch.setattr(f"{fused}.check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(f"{fused}.check_compute_capability", lambda _: True)
+    shape = jax.ShapeDtypeStruct((2, 128, 4, 64), "bfloat16")
+    attend = CausalAttention(kernel="cudnn", window=window)
+    text = str(jax.make_jaxpr(attend)(shape, shape, shape))
+    assert f"sliding_window_length={window or None}\n" in text
+    assert "mask_type=MaskType.CAUSAL" in text
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_so_is_that_of_wide_heads(window):
     """Only lowering, which needs no GPU, with heads as wide as those of DeepSeek."""
     shape = jax.ShapeDtypeStruct((2, 128, 4, 192), "bfloat16")
     run = jax.jit(lambda *given: CausalAttention(kernel="cudnn", window=window)(*given)[0])

@@ -23,7 +23,8 @@ from oracles.flops import OpFlops
 
 from jaxpipe.config import Config, DataConfig, ParallelConfig, TrainConfig
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.pipeline import POLICIES
+from jaxpipe.model.llama.decoder import LlamaDecoder
+from jaxpipe.pipeline import POLICIES, Context, split_layer
 from jaxpipe.planning.costs import costs_of
 
 ROOT = Path(__file__).parents[2]
@@ -235,6 +236,30 @@ def test_bytes_of_odd_sizes(remat, sizes, batch, length):
 def test_head_in_chunks_makes_the_same_products(chunks):
     model = model_of()
     assert traced(model, chunks=chunks).head == traced(model).head
+
+
+@pytest.mark.slow(only=["False-none", "True-none"])
+@pytest.mark.parametrize("remat", POLICIES)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_the_stand_in_leaves_what_the_fused_kernel_leaves(remat, qk_norm, monkeypatch):
+    """Only tracing: the checks for a GPU and its library are disabled."""
+    fused = "jax._src.cudnn.fused_attention_stablehlo"
+    monkeypatch.setattr(f"{fused}.check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(f"{fused}.check_compute_capability", lambda _: True)
+    model = model_of(qk_norm=qk_norm, attention="cudnn", head_dim=64)
+    decoder = LlamaDecoder(model)
+    params = jax.eval_shape(lambda: decoder.init_layer(jax.random.key(0), 0))
+    x = jax.ShapeDtypeStruct((BATCH, 128, model.d_model), "bfloat16")
+    ids = jax.ShapeDtypeStruct((BATCH, 128), "int32")
+    context = Context({"inputs": ids, "targets": ids}, jax.ShapeDtypeStruct((), "int32"))
+    split = split_layer(decoder.layer, params, x, context, POLICIES[remat])
+    size = lambda leaves: sum(prod(a.shape) * a.dtype.itemsize for a in leaves)  # noqa: E731
+    layer = traced(model, "bfloat16", remat, length=128).kinds["layer"]
+    assert (layer.for_b, layer.for_w, layer.stash) == (
+        *map(size, split.residuals),
+        size(split.stash),
+    )
+    check(model, "bfloat16", remat, length=128)
 
 
 def test_flops_of_fused_attention():
