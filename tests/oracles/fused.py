@@ -15,7 +15,7 @@ class Fused:
 
     def forward(self, q, k, v, *unused, is_training):
         assert is_training
-        assert k.shape == v.shape  # the kernel takes nothing else before cuDNN 9.10
+        assert k.shape == v.shape  # jax's function takes nothing else
         assert [x.size for x in unused] == [0] * 7
         score = self.scores(q, k)
         logsumexp = jax.nn.logsumexp(score, axis=-1)
@@ -56,6 +56,16 @@ def narrow(x, like):
 
 
 def stands_in(monkeypatch):
-    """Make CPUs run this implementation instead of cuDNN's attention, in any dtype."""
+    """Make CPUs run this implementation instead of cuDNN's attention, in any dtype.
+
+    jax's own function is replaced too, for attention over all tokens.
+    """
     calls = lambda name, q, causal, window: (Fused(name, causal, window), {})  # noqa: E731
     monkeypatch.setattr(fused, "_cudnn_primitive", calls)
+
+    def library(q, k, v, *, is_causal, local_window_size):
+        assert local_window_size is None
+        unused = [jnp.zeros(0)] * 7
+        return Fused("fwd", is_causal).forward(q, k, v, *unused, is_training=True)[0]
+
+    monkeypatch.setattr(fused, "_of_library", library)
