@@ -33,8 +33,9 @@ class InputFiles(NamedTuple):
 def list_input_files(paths: Iterable[Path], output: Path | None = None) -> InputFiles:
     """List the given files and all files below the given folders, sorted by name.
 
-    Hidden files and files below `output` are skipped. Where a folder has JSON or Parquet files, its
-    other files (a README, a license) are left out. Raises `ConfigError` where there is no file.
+    Hidden files, Python's caches and files below `output` are skipped. Where a folder has JSON or
+    Parquet files, its other files (a README, a license) are left out. Raises `ConfigError` where
+    there is no file.
     """
     files: list[Path] = []
     beside: list[Path] = []
@@ -46,7 +47,8 @@ def list_input_files(paths: Iterable[Path], output: Path | None = None) -> Input
             continue
         listed = []
         for file in sorted(path.rglob("*")):
-            hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+            parts = file.relative_to(path).parts
+            hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
             written = output is not None and output.absolute() in file.absolute().parents
             if file.is_file() and not hidden and not written:
                 listed.append(file)
