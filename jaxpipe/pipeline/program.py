@@ -68,7 +68,7 @@ class DeviceProgram:
         every = (PP, *REPLICA_AXES)
         losses, aux_losses = lax.psum((carry.losses, carry.aux_losses), every)
         rows = {name: lax.psum(value, PP) for name, value in carry.aux.per_example.items()}
-        side = reduce_aux(side_of(carry), every)._replace(per_example=rows)
+        side = reduce_aux(aux_of(carry), every)._replace(per_example=rows)
         outputs = jax.tree.map(lambda own: lax.psum(own, PP), carry.outputs)
         if not self.tables.has_gradients:
             return StepOutput(losses, None, side, outputs, step.counts, aux_losses)
@@ -191,16 +191,16 @@ class DeviceProgram:
         )
 
 
-def side_of(carry: Carry) -> Aux:
+def aux_of(carry: Carry) -> Aux:
     """Return the sums and maxima of this device's layers; those of statistics variables over tp."""
     statistics = {name: lax.pmax(value, TP) for name, value in carry.statistics.items()}
     return Aux(None, carry.aux.sums, {**carry.aux.maxima, **statistics})
 
 
-def reduce_aux(side: Aux, axes: tuple[str, ...]) -> Aux:
+def reduce_aux(aux: Aux, axes: tuple[str, ...]) -> Aux:
     """Return sums and maxima over the devices along `axes`."""
     sums, maxima = (
         {name: reduce(value, axes) for name, value in by_name.items()}
-        for reduce, by_name in ((lax.psum, side.sums), (lax.pmax, side.maxima))
+        for reduce, by_name in ((lax.psum, aux.sums), (lax.pmax, aux.maxima))
     )
     return Aux(None, sums, maxima)

@@ -31,7 +31,7 @@ from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding, is_stage_stack
 from jaxpipe.parallel.flags import merge
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.parameters import DeviceParameters
-from jaxpipe.pipeline.program import DeviceProgram, reduce_aux, side_of
+from jaxpipe.pipeline.program import DeviceProgram, reduce_aux, aux_of
 from jaxpipe.pipeline.tick import DeviceWork
 from jaxpipe.schedule import TableRow
 
@@ -304,7 +304,7 @@ class _UpdatingTicks:
 
     def _aux(self, carry: Carry) -> Aux:
         """Return sums and maxima of this rank's layers, over the replicas."""
-        return reduce_aux(side_of(carry), REPLICA_AXES)
+        return reduce_aux(aux_of(carry), REPLICA_AXES)
 
     def _following(self, variables: Tree, aux: Aux) -> Tree:
         """Return the variables after a step."""
