@@ -31,7 +31,7 @@ from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding, is_stage_stack
 from jaxpipe.parallel.flags import merge
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.parameters import DeviceParameters
-from jaxpipe.pipeline.program import DeviceProgram, reduce_aux, aux_of
+from jaxpipe.pipeline.program import DeviceProgram, aux_of, reduce_aux
 from jaxpipe.pipeline.tick import DeviceWork
 from jaxpipe.schedule import TableRow
 
