@@ -8,7 +8,7 @@ import heapq
 from collections import defaultdict
 from itertools import pairwise
 
-from jaxpipe.schedule import Op
+from jaxpipe.schedule import Op, lower
 from jaxpipe.schedule.cells import place
 
 
@@ -29,6 +29,9 @@ class _Scan:
                     self._join(one, other)
         self.meetings = self._meetings() if lockstep.vocab_parallel else set()
         self.meetings |= set(range(len(self.grid))) if lockstep.synchronizes_all else set()
+        if schedule.updates:  # ranks meet where the tables say that a step is validated
+            validates = lower(schedule, lockstep).columns.steps.validate
+            self.meetings |= {int(tick) + 1 for tick in validates[:, 0].nonzero()[0]}
         self.posted = defaultdict(dict)  # tick -> rank -> when
         self.met = defaultdict(dict)
         self.waiting = []  # (rank, since when, the posted times, ranks that must post, travel time)
