@@ -40,7 +40,7 @@ def list_items(*, cpu: bool) -> tuple[Item, ...]:
             return ("jaxpipe.bench", what, config, *words)
         named = {_key(word) for word in words}
         tiny = (word for word in _TINY if _key(word) not in named)
-        return ("jaxpipe.bench", what, _ON_CPU[config], *words, *tiny, *options)
+        return ("jaxpipe.bench", what, _ON_CPU[config], *tiny, *words, *options)
 
     length = 64 if cpu else 32768
     long = (f"train.seq_len={length}", f"model.max_seq_len={length}")

@@ -83,7 +83,7 @@ TABLE = (
     Option(
         "xla_gpu_enable_command_buffer",
         "step",
-        {"0.10": _GRAPHS, "0.11": f"{_GRAPHS},COLLECTIVES_KERNEL"},
+        {"0.10": _GRAPHS, "0.12": f"{_GRAPHS},COLLECTIVES_KERNEL"},
         "A whole tick becomes one CUDA graph: outside a graph every conditional stops the host "
         "until the device has told it which branch to take.",
         "graphs.whole",

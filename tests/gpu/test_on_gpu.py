@@ -16,6 +16,7 @@ from jaxpipe.model.attention import CachedKeys, CausalAttention
 from jaxpipe.model.blocks import KeyRange, PlainBlocks
 from jaxpipe.model.fp8 import Fp8
 from jaxpipe.model.fused import FusedBlocks
+from jaxpipe.model.moe.products import multiply_by_kernel
 from jaxpipe.model.packed import RowDocuments
 from jaxpipe.model.ring import RingLayout, ring_attention
 from jaxpipe.partition.devices import ONE_DEVICE
@@ -124,6 +125,56 @@ def test_the_fused_kernel_keeps_documents_apart(window, tokens):
 
     for fused, plain in zip(found("cudnn"), found("xla"), strict=True):
         assert cal_diff(np.asarray(fused), np.asarray(plain)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("widths", "window", "has_sinks"),
+    [((192, 128), 0, False), ((64, 64), 0, True), ((64, 64), 128, True), ((128, 128), 100, False)],
+    ids=str,
+)
+def test_the_fused_kernel_has_latent_heads_windows_and_sinks(widths, window, has_sinks):
+    """Compared with plain products in bfloat16; heads of DeepSeek (keys wider than values)."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = [(2, 512, 8, widths[0]), (2, 512, 2, widths[0]), (2, 512, 2, widths[1])]
+    operands = [jax.random.normal(key, shape, "bfloat16") for key, shape in zip(keys, shapes)]
+    operands += [jax.random.normal(keys[3], (8,))] if has_sinks else []
+    weight = jax.random.normal(keys[4], (2, 512, 8, widths[1]))
+
+    def found(kernel):
+        attend = CausalAttention(kernel=kernel, window=window)
+
+        def loss(operands):
+            q, k, v, *sinks = operands
+            mixed, _ = attend(q, k, v, sink_H=sinks[0] if sinks else None)
+            return jnp.sum(weight * mixed), mixed
+
+        (_, mixed), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(operands)
+        return mixed, *gradients
+
+    for fused, plain in zip(found("cudnn"), found("xla"), strict=True):
+        assert cal_diff(np.asarray(fused), np.asarray(plain)) < 1e-4
+
+
+@pytest.mark.parametrize("sizes", [(300, 0, 17, 707), (100, 200, 0, 0)], ids=str)
+def test_grouped_products_are_ragged_dots(sizes):
+    """By tokamax's kernel; in the second case rows are left over, which give zeros."""
+    pytest.importorskip("tokamax")
+    keys = jax.random.split(jax.random.key(0), 3)
+    rows, matrices, weight = (
+        jax.random.normal(key, shape, "bfloat16")
+        for key, shape in zip(keys, [(1024, 256), (4, 256, 512), (1024, 512)])
+    )
+    counts = jnp.int32(sizes)
+
+    def found(product):
+        def grouped(rows, matrices):
+            return product(rows, matrices, counts)
+
+        made, pull = jax.vjp(jax.jit(grouped), rows, matrices)
+        return made, *pull(weight)
+
+    for got, want in zip(found(multiply_by_kernel), found(jax.lax.ragged_dot), strict=True):
+        assert cal_diff(np.asarray(got), np.asarray(want)) < 1e-4
 
 
 @pytest.mark.parametrize("begin", [0, 512])
