@@ -82,7 +82,8 @@ def _gradients_ref(config: Config) -> Tree:
     model = replace(config.model, attention="xla")
     trainer, params, batch = _start(replace(config, model=model), "float32", "none")
     layers = trainer.layout.unstack(params["layers"])
-    step = jax.jit(partial(losses_and_gradients_ref, trainer.pipeline.functions))
+    reference = partial(losses_and_gradients_ref, trainer.pipeline.functions)
+    step = jax.jit(reference, compiler_options=trainer.compiler_options)
     with jax.default_matmul_precision("highest"):
         return jax.device_get(step(params["embed_head"], layers, batch)[1])
 
@@ -91,7 +92,8 @@ def _gradients(config: Config, fp8: str) -> Tree:
     """Return all gradients of the executor in bfloat16, with products in `fp8`, on the host."""
     trainer, params, batch = _start(config, "bfloat16", fp8)
     variables = jax.tree.map(jnp.asarray, trainer.model.functions.variables)
-    _, gradients, *_ = jax.jit(trainer.pipeline.step)(params, batch, variables)
+    step = jax.jit(trainer.pipeline.step, compiler_options=trainer.compiler_options)
+    _, gradients, *_ = step(params, batch, variables)
     return jax.device_get(gradients | {"layers": trainer.layout.unstack(gradients["layers"])})
 
 

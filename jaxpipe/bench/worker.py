@@ -105,7 +105,7 @@ def compile_accumulated_step(trainer: Trainer) -> Any:
         gradients, losses = lax.scan(one, zeros, batch)
         return trainer.update(state, losses.sum(), gradients, Aux())
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, compiler_options=trainer.compiler_options)
 
 
 def build_trainer(config: dict[str, Any]) -> Trainer:

@@ -150,11 +150,13 @@ def _backward(rounding: _Rounding, residuals: Any, dys: Any) -> Any:
     rows, each = tuple(range(first, last)), scales or (None,) * len(weights)
     at_y = [rounding.of(2, *operand) for operand in zip(dys, each)]
 
-    def product(left: _Operand, right: _Operand, *sums: Any) -> jax.Array:
-        return rounding.product(left, right, sums, dtype, _BACKWARD)
+    def product(left: _Operand, right: _Operand, *sums: Any, wide: Any = dtype) -> jax.Array:
+        return rounding.product(left, right, sums, wide, _BACKWARD)
 
     dx = sum(product(dy, w, (last,), (first + 1,)) for dy, w in zip(at_y, weights))
-    dweights = tuple(product(x, dy, rows, rows) for dy in at_y)
+    # Rounded last of all, so that a split layer can leave it out (`jaxpipe.pipeline.jaxpr`).
+    wide = jnp.promote_types(dtype, jnp.float32)
+    dweights = tuple(product(x, dy, rows, rows, wide=wide).astype(dtype) for dy in at_y)
     if scales is not None:
         every = zip(weights, at_y)
         scales = tuple(jnp.stack([x.largest, w.largest, dy.largest]) for w, dy in every)

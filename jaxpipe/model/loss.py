@@ -165,15 +165,15 @@ def _forward(
     z_loss: float,
     vocabulary: int | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    def loss(x: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        losses = cross_entropy_sum(x @ head, targets, devices, z_loss, vocabulary)
+    def loss(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        losses = cross_entropy_sum(logits, targets, devices, z_loss, vocabulary)
         return losses.sum(), losses
 
     def one(totals: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]) -> tuple:
-        total, dhead = totals
-        gradient = jax.grad(loss, (0, 1), has_aux=True)
-        (dx, dmore), more = gradient(part[0], head_DV, part[1])
-        return (total + more, dhead + dmore), dx
+        (total, dhead), (x, targets) = totals, part
+        dlogits, more = jax.grad(loss, has_aux=True)(x @ head_DV, targets)
+        dmore = jnp.einsum("bld,blv->dv", x, dlogits, preferred_element_type=dhead.dtype)
+        return (total + more, dhead + dmore), dlogits @ head_DV.T
 
     zeros = _no_loss(x_BLD, z_loss), jnp.zeros(head_DV.shape, _to_float32(head_DV))
     parts = _split_chunks(x_BLD, chunks), _split_chunks(targets_BL, chunks)

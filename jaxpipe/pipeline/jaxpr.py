@@ -62,10 +62,27 @@ def trace_labelled(function: Callable[..., Tree], *args: Tree) -> Labelled:
     return Labelled(closed, inputs, jax.tree.unflatten(forms[0], closed.jaxpr.outvars))
 
 
-def unrounded(jaxpr: Jaxpr, outputs: Tree) -> Tree:
-    """Replace every output that is only a rounded wider float by that float."""
-    wider = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if _rounds(eqn)}
-    return jax.tree.map(lambda var: wider.get(var, var) if isinstance(var, Var) else var, outputs)
+def unrounded(closed: ClosedJaxpr, outputs: Tree) -> tuple[ClosedJaxpr, Tree]:
+    """Return a jaxpr, and a tree of its variables in place of `outputs`, with nothing rounded last.
+
+    An output that is only a rounded wider float is replaced by that float, and a matmul of 16-bit
+    floats that only makes an output by one with a float32 result.
+    """
+    jaxpr = closed.jaxpr
+    made = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.outvars}
+    used = set(reads(jaxpr.eqns, ()))
+    wider: dict[Var, Var] = {}
+    for var in filter(made.__contains__, jax.tree.leaves(outputs)):
+        if _rounds(made[var]):
+            wider[var] = made[var].invars[0]
+        elif made[var].primitive is lax.dot_general_p and _is_narrow(var.aval) and var not in used:
+            wider[var] = Var(var.aval.update(dtype=jnp.dtype("float32")))
+            in_float32 = made[var].params | {"preferred_element_type": jnp.dtype("float32")}
+            made[var] = made[var].replace(outvars=[wider[var]], params=in_float32)
+    eqns = [made[eqn.outvars[0]] if eqn.outvars else eqn for eqn in jaxpr.eqns]
+    widen = lambda var: wider.get(var, var) if isinstance(var, Var) else var  # noqa: E731
+    wide = jaxpr.replace(eqns=eqns, outvars=[widen(var) for var in jaxpr.outvars])
+    return closed.replace(jaxpr=wide), jax.tree.map(widen, outputs)
 
 
 def _rounds(eqn: JaxprEqn) -> bool:

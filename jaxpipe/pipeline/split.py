@@ -227,7 +227,8 @@ def split_layer(
     used = jax.tree.map(lambda var: var in read, ports.context.embed_head)
     gradients = ports.gradients
     gradients = gradients._replace(embed_head=select(used, gradients.embed_head))
-    ports = ports._replace(gradients=unrounded(closed.jaxpr, gradients))
+    closed, gradients = unrounded(closed, gradients)
+    ports = ports._replace(gradients=gradients)
     crossing = find_crossing(closed.jaxpr, ports, policy, keep)
     return LayerSplit(
         residuals=Residuals(*map(_shapes, crossing.residuals)),

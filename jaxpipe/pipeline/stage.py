@@ -59,9 +59,10 @@ class EmbedHeadFunction:
 
         arguments = shared, rows, dx
         closed, inputs, outputs = trace_labelled(pulled, *arguments)
+        closed, outputs = unrounded(closed, outputs)
         known = dict(zip(closed.jaxpr.constvars, closed.consts))
         known |= dict(zip(jax.tree.leaves(inputs), jax.tree.leaves(arguments)))
-        return run_slice(closed.jaxpr, known, unrounded(closed.jaxpr, outputs))
+        return run_slice(closed.jaxpr, known, outputs)
 
     def reset(self, total: Tree, is_reset: jax.Array) -> Tree:
         """Return `total` with zeros for the used leaves where the flag `is_reset` is set."""

@@ -97,7 +97,8 @@ class OpTimer:
             def run(state: Tree, fixed: Tree) -> Tree:
                 return loops(fixed)[0][name](state, fixed)
 
-            return jax.jit(on_mesh(run, 2), donate_argnums=0)
+            options = trainer.compiler_options
+            return jax.jit(on_mesh(run, 2), donate_argnums=0, compiler_options=options)
 
         parts = jax.jit(on_mesh(partial(_parts, trainer, kind, layers), 0))()
         states, self._fixed = jax.jit(on_mesh(lambda parts: loops(parts)[1:], 1))(parts)

@@ -22,6 +22,7 @@ from jaxpipe.model.ring import RingLayout, ring_attention
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.partition.sequence import FULL_SEQUENCE
 from jaxpipe.pipeline.reference import losses_and_gradients_ref
+from jaxpipe.runtime import compiler
 from jaxpipe.training.trainer import Trainer
 
 pytestmark = [
@@ -81,7 +82,7 @@ def test_products_in_8_bits_are_those_of_the_same_values_in_float32(history):
         (made,), pull = jax.vjp(lambda x, weight: dot(x, up=weight), x, weight)
         return made, *pull((dy,))
 
-    compiled = jax.jit(run).lower(x, weight, dy).compile()
+    compiled = jax.jit(run).lower(x, weight, dy).compile(compiler.options("gpu"))
     assert compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"') == 3
     given = scales[0].tolist() if history else None
     (made,), dx, (dweight,) = emulated(*map(np.asarray, (x, [weight], [dy])), given)
