@@ -77,12 +77,13 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
         transfer = TransferTimer(Trainer.resolve(two_ranks, devices[: 2 * sharing]))
         seconds["transfer"] = median(transfer.seconds() for _ in range(repeats))
     update = UpdateTimer(Trainer.resolve(reduce_to_one_device(config), devices[:1]), layers)
+    of_layers = update.share_of_layers * median(update.seconds() for _ in range(repeats))
     layer = costs.kinds[costs.order[0]]
     return {
         "device": _device_name(devices[0]),
         "peak": peak_flops(devices[0].device_kind),
         "seconds": seconds,
-        "update": median(update.seconds() for _ in range(repeats)) / layers,
+        "update": of_layers / layers,
         "flops": {
             "F": layer.F, "B": layer.B, "W": layer.W, "BW": layer.B + layer.W,
             "head": costs.head,

@@ -140,7 +140,20 @@ def _launched_instructions(program: Program) -> Iterator[tuple[str, Instruction,
         if name not in inside:
             shapes = {one.name: one.shape for one in body}
             for one in body:
-                yield name, one, shapes
+                yield name, *(_sliced_call(program, one) or (one, shapes))
+
+
+def _sliced_call(
+    program: Program, fusion: Instruction
+) -> tuple[Instruction, dict[str, str]] | None:
+    """Return the library call that a fusion makes on slices of arrays, with its body's shapes."""
+    if fusion.opcode == "fusion":
+        for name in fusion.names:
+            body = program.computations.get(name, ())
+            for one in body:
+                if one.opcode == "custom-call" and _TARGET.search(one.rest):
+                    return one, {each.name: each.shape for each in body}
+    return None
 
 
 def _seconds(one: Instruction, shapes: Mapping[str, str], sheet: Device, bandwidth: float) -> float:

@@ -74,7 +74,11 @@ def _unrolled(trainer: Trainer) -> Trainer:
 
 
 class UpdateTimer:
-    """Times the optimizer on `layers` layers and a pipeline rank's shard of embedding and head."""
+    """Times the optimizer on `layers` layers and a pipeline rank's shard of embedding and head.
+
+    Attributes:
+        share_of_layers: share of the updated values that belong to layers.
+    """
 
     def __init__(self, trainer: Trainer, layers: int):
         trainer = _unrolled(trainer)
@@ -98,6 +102,8 @@ class UpdateTimer:
 
         self._state = jax.jit(start)()
         params = self._state.params
+        sizes = {name: sum(leaf.size for leaf in jax.tree.leaves(params[name])) for name in params}
+        self.share_of_layers = sizes["layers"] / sum(sizes.values())
         trained = is_trained(trainer.sharding.param_shardings(params))
         self._gradients = jax.tree.map(jnp.copy, select(trained, params))
         self._run = jax.jit(update, donate_argnums=0)

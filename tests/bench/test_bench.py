@@ -87,7 +87,12 @@ def test_timers_give_every_op_a_positive_time():
     complete = msgspec.convert(seconds | {"transfer": 1.0}, OpSeconds)
     assert min(seconds["layer"].values()) > 0
     assert min(complete.head, complete.embed, complete.embed_gradient, complete.layer.BW) > 0
-    assert UpdateTimer(trainer, 2).seconds() > 0
+    timer = UpdateTimer(trainer, 2)
+    assert timer.seconds() > 0
+    model = trainer.config.model
+    ends = msgspec.structs.replace(model, n_layers=0).parameter_count()
+    two = msgspec.structs.replace(model, n_layers=2).parameter_count()
+    assert timer.share_of_layers == (two - ends) / two
 
 
 @pytest.mark.slow

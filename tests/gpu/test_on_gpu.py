@@ -1,5 +1,6 @@
 """Tests that need a GPU: run as `JAX_PLATFORMS=cuda pytest -m gpu tests/gpu`."""
 
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -33,6 +34,8 @@ SIZES = [
     "model.d_model=256", "model.n_heads=4", "model.n_kv_heads=2", "model.d_ff=512",
     "parallel.pp=1", "parallel.dp=1", "train.seq_len=256", "train.microbatch_size=2",
 ]  # fmt: skip
+OPTIONS = compiler.options("gpu") if jax.default_backend() == "gpu" else {}
+jit = partial(jax.jit, compiler_options=OPTIONS)
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 
 
@@ -43,7 +46,7 @@ def test_gradients_are_the_references(schedule):
         params = trainer.init().params
         ids = np.random.default_rng(0).integers(0, 256, (4, 2, 257), np.int32)
         batch = {"inputs": ids[..., :-1], "targets": ids[..., 1:]}
-        losses, got = jax.jit(trainer.pipeline.losses_and_gradients)(params, trainer.put(batch))
+        losses, got = jit(trainer.pipeline.losses_and_gradients)(params, trainer.put(batch))
         layers = [jax.tree.map(lambda leaf: leaf[0], slot) for slot in params["layers"]]
         wanted, want = losses_and_gradients_ref(
             trainer.pipeline.functions, params["embed_head"], layers, batch
@@ -82,7 +85,7 @@ def test_products_in_8_bits_are_those_of_the_same_values_in_float32(history):
         (made,), pull = jax.vjp(lambda x, weight: dot(x, up=weight), x, weight)
         return made, *pull((dy,))
 
-    compiled = jax.jit(run).lower(x, weight, dy).compile(compiler.options("gpu"))
+    compiled = jit(run).lower(x, weight, dy).compile()
     assert compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"') == 3
     given = scales[0].tolist() if history else None
     (made,), dx, (dweight,) = emulated(*map(np.asarray, (x, [weight], [dy])), given)
@@ -119,7 +122,7 @@ def test_the_fused_kernel_keeps_documents_apart(window, tokens):
         return jnp.sum(jnp.sin(jnp.arange(mixed.size)).reshape(mixed.shape) * mixed), mixed
 
     def found(kernel):
-        (_, mixed), gradients = jax.jit(
+        (_, mixed), gradients = jit(
             jax.value_and_grad(lambda given: loss(given, kernel), has_aux=True)
         )((q, k, v))
         return mixed, *gradients
@@ -149,7 +152,7 @@ def test_the_fused_kernel_has_latent_heads_windows_and_sinks(widths, window, has
             mixed, _ = attend(q, k, v, sink_H=sinks[0] if sinks else None)
             return jnp.sum(weight * mixed), mixed
 
-        (_, mixed), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(operands)
+        (_, mixed), gradients = jit(jax.value_and_grad(loss, has_aux=True))(operands)
         return mixed, *gradients
 
     for fused, plain in zip(found("cudnn"), found("xla"), strict=True):
@@ -171,7 +174,7 @@ def test_grouped_products_are_ragged_dots(sizes):
         def grouped(rows, matrices):
             return product(rows, matrices, counts)
 
-        made, pull = jax.vjp(jax.jit(grouped), rows, matrices)
+        made, pull = jax.vjp(jit(grouped), rows, matrices)
         return made, *pull(weight)
 
     for got, want in zip(found(multiply_by_kernel), found(jax.lax.ragged_dot), strict=True):
@@ -194,6 +197,6 @@ def test_the_fused_kernels_blocks_are_those_of_plain_products(begin):
         mixed, pull = jax.vjp(attention, *given)
         return mixed, *pull(weight)
 
-    ways = (jax.jit(found, static_argnums=0)(blocks) for blocks in (FusedBlocks(), PlainBlocks(0)))
+    ways = (jit(found, static_argnums=0)(blocks) for blocks in (FusedBlocks(), PlainBlocks(0)))
     for fused, plain in zip(*ways, strict=True):
         assert cal_diff(np.asarray(fused), np.asarray(plain)) < 1e-4

@@ -83,6 +83,19 @@ def test_a_fused_kernel_counts_once_and_what_is_outside_apart():
     assert estimate_seconds(plain, SHEET, BANDWIDTH).outside == pytest.approx(800 / 1e4)
 
 
+def test_a_product_of_a_slice_counts_where_it_is_launched():
+    """XLA wraps a library call in a fusion that computes the addresses of its operands."""
+    inside = f"""  %w = bf16[4,8]{{1,0}} parameter(1)
+  %product = (bf16[4,5]{{1,0}}, s8[32]{{0}}) {gemm().replace("OPERANDS", "%w, %w")}"""
+    call = "  %sliced = (bf16[4,5], s8[32]) fusion(%t.1), kind=kCustom, calls=%fusion"
+    order = STARTS + CONDS + DONES
+    sliced, plain = (
+        estimate_seconds(Program(module(order, run=run, fused=inside)), SHEET, BANDWIDTH).ends
+        for run in (call, "")
+    )
+    assert sliced - plain == pytest.approx(2 * 160 / 1e3)
+
+
 def test_a_loop_over_layers_counts_every_layer():
     """In a branch of the loop over ticks; a loop whose length is unknown counts once."""
     layer = "  %copy.3 = f32[24]{0} copy(%a)"
