@@ -3,7 +3,7 @@
 # correctness, ops, steps, experts, packed and long rows. Needs Python 3.11 to 3.13 and a driver.
 #   ./launch/gpu_report.sh [--minutes 30] [--items NAME ...]    # into jaxpipe/bench/results/gpu.json
 #   ./launch/gpu_report.sh --cpu --out /tmp/report.json         # tiny sizes, to try the report
-# Results are kept if it is interrupted; the same command continues. Not yet run on a GPU.
+# Results are kept if it is interrupted; the same command continues.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 least=580 # the driver that CUDA 13 needs
