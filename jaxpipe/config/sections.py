@@ -95,7 +95,7 @@ class ParallelConfig(Section, kw_only=True):
     in_flight: Count = 0
     # layers of one kind in a row on a pipeline rank that the program spells out; if there are more,
     # it repeats one in a loop and compiles as fast for any number; 0: 4 on CPU and where dp and tp
-    # are 1, otherwise all, since a loop on GPU hides fewer collectives
+    # are 1, otherwise all, since a loop on GPU hides fewer collectives; all with fp8 on GPU
     unroll_layers: Count = 0
 
     @property

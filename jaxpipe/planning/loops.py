@@ -16,7 +16,9 @@ def unroll_layers(plan: "RunPlan") -> int | None:
 
     By default up to `UNROLLED` are unrolled on CPU and in a pure pipeline (dp and tp are 1). All
     are unrolled where no loop will do, and on GPUs whose layers have collectives: nothing moves
-    from one iteration to another, so a loop hides fewer of them (`pipeline/README.md`).
+    from one iteration to another, so a loop hides fewer of them (`pipeline/README.md`). So are
+    those with 8-bit products, to which XLA gives no slice of a stack: a loop would copy every
+    gradient sum out and back.
 
     `parallel.unroll_layers`, if it is above 0 and below the layers of a kind that a pipeline rank
     runs in a row, excludes `train.offload_layers`, off the CPU schedules that run an F and a
@@ -25,9 +27,9 @@ def unroll_layers(plan: "RunPlan") -> int | None:
     """
     given, reason = plan.config.parallel.unroll_layers, _reason(plan)
     if reason is None:
-        parallel = plan.config.parallel
-        alone = plan.devices.on_cpu or parallel.dp * parallel.tp == 1
-        return given or (UNROLLED if alone else None)
+        parallel, train = plan.config.parallel, plan.config.train
+        is_plain = parallel.dp * parallel.tp == 1 and train.fp8 == "none"
+        return given or (UNROLLED if plan.devices.on_cpu or is_plain else None)
     longest = max(map(len, replace(plan.layout, unroll=given or None).runs))
     if longest > 1:
         raise ConfigError(

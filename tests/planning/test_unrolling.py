@@ -22,6 +22,8 @@ def plan_of(*overrides, **described):
         ((), 4),
         (("parallel.dp=2",), None),  # no CPU devices
         (("parallel.tp=2",), None),
+        (("train.fp8=delayed", "train.compute_dtype=bfloat16"), None),
+        (("train.fp8=delayed", "train.compute_dtype=bfloat16", "runtime.cpu_devices=2"), 4),
         (("runtime.cpu_devices=2",), 4),
         (("parallel.unroll_layers=1",), 1),
         (("optimizer.name=muon",), None),
