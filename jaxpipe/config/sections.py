@@ -203,8 +203,8 @@ class TrainConfig(Section, kw_only=True):
     # deterministic, three devices, and memory for another copy of parameters and gradients
     corruption_check_every: Count = 0
     on_corruption: Literal["stop", "warn"] = "stop"  # what a run does when a check fails
-    # sequence chunks of the loss; only one chunk's logits are live, but the head's gradient is summed
-    # in float32 apart: it saves memory where a microbatch has more tokens than d_model
+    # sequence chunks of the loss; only one chunk's logits are live, but the head's gradient has a
+    # float32 sum of its own: saves memory where a microbatch has more tokens than d_model
     loss_chunks: Positive = 1
     z_loss: Annotated[float, Meta(ge=0)] = 0.0  # factor of the mean of log(Z)^2, Z of the softmax
     # cross_entropy; dpo: of pairs of answers, see [preference]; or "module:function" of your own,

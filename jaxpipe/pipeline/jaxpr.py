@@ -14,6 +14,7 @@ Tree = Any
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 _SUMS = {primitives.reduce_sum_p, primitives.scatter_add_p, primitives.cumsum_p}
 _RESHAPES = {primitives.reshape_p, primitives.squeeze_p}
+_FLOAT32 = jnp.dtype("float32")
 _WITH_BODIES = {primitives.cond_p, primitives.remat_p, primitives.scan_p, primitives.while_p}
 
 
@@ -69,20 +70,26 @@ def unrounded(closed: ClosedJaxpr, outputs: Tree) -> tuple[ClosedJaxpr, Tree]:
     floats that only makes an output by one with a float32 result.
     """
     jaxpr = closed.jaxpr
-    made = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.outvars}
-    used = set(reads(jaxpr.eqns, ()))
+    wanted = {var for var in jax.tree.leaves(outputs) if isinstance(var, Var)}
+    wanted_only = wanted.difference(reads(jaxpr.eqns, ()))
     wider: dict[Var, Var] = {}
-    for var in filter(made.__contains__, jax.tree.leaves(outputs)):
-        if _rounds(made[var]):
-            wider[var] = made[var].invars[0]
-        elif made[var].primitive is lax.dot_general_p and _is_narrow(var.aval) and var not in used:
-            wider[var] = Var(var.aval.update(dtype=jnp.dtype("float32")))
-            in_float32 = made[var].params | {"preferred_element_type": jnp.dtype("float32")}
-            made[var] = made[var].replace(outvars=[wider[var]], params=in_float32)
-    eqns = [made[eqn.outvars[0]] if eqn.outvars else eqn for eqn in jaxpr.eqns]
+    eqns = []
+    for eqn in jaxpr.eqns:
+        if wanted.intersection(eqn.outvars) and _rounds(eqn):
+            wider[eqn.outvars[0]] = eqn.invars[0]
+        elif wanted_only.intersection(eqn.outvars) and _makes_narrow_product(eqn):
+            (var,) = eqn.outvars
+            wider[var] = Var(var.aval.update(dtype=_FLOAT32))
+            wide = eqn.params | {"preferred_element_type": _FLOAT32}
+            eqn = eqn.replace(outvars=[wider[var]], params=wide)
+        eqns.append(eqn)
     widen = lambda var: wider.get(var, var) if isinstance(var, Var) else var  # noqa: E731
-    wide = jaxpr.replace(eqns=eqns, outvars=[widen(var) for var in jaxpr.outvars])
-    return closed.replace(jaxpr=wide), jax.tree.map(widen, outputs)
+    jaxpr = jaxpr.replace(eqns=eqns, outvars=[widen(var) for var in jaxpr.outvars])
+    return closed.replace(jaxpr=jaxpr), jax.tree.map(widen, outputs)
+
+
+def _makes_narrow_product(eqn: JaxprEqn) -> bool:
+    return eqn.primitive is lax.dot_general_p and _is_narrow(eqn.outvars[0].aval)
 
 
 def _rounds(eqn: JaxprEqn) -> bool:
@@ -214,17 +221,18 @@ def _with_wide_sums(param: Any) -> Any:
 
 def _swapped(product: JaxprEqn, transpose: JaxprEqn) -> JaxprEqn | None:
     """Return `transpose(a @ b)` as one product with swapped operands; None where not equal."""
-    (left, right), (batch, _) = product.params["dimension_numbers"]
-    ranks = [len(var.aval.shape) for var in product.invars]
-    free, whole = ranks[0] - len(left), len(product.outvars[0].aval.shape)
-    swaps = transpose.params["permutation"] == (*range(free, whole), *range(free))
+    (left, right), (left_batch, right_batch) = product.params["dimension_numbers"]
+    batch, whole = len(left_batch), len(product.outvars[0].aval.shape)
+    free = len(product.invars[0].aval.shape) - len(left)  # dims of the batch, then free ones of a
+    swapped = (*range(batch), *range(free, whole), *range(batch, free))
     sharding = product.params["out_sharding"]  # names no axes inside a shard_map
-    if batch or not swaps or (sharding is not None and any(sharding.spec)):
+    named = sharding is not None and any(sharding.spec)
+    if named or transpose.params["permutation"] != swapped:
         return None
     precision = product.params["precision"]
     precision = precision[::-1] if isinstance(precision, tuple) else precision
     changed = {
-        "dimension_numbers": ((right, left), ((), ())),
+        "dimension_numbers": ((right, left), (right_batch, left_batch)),
         "precision": precision,
         "out_sharding": None,
     }
