@@ -209,6 +209,28 @@ def test_weight_gradients_are_products_of_rows(layer_case, policy):
     assert not any(eqn.primitive.name == "transpose" for eqn in equations)
 
 
+@pytest.mark.parametrize("experts", [(), (3,)], ids=["matrix", "experts"])
+def test_a_matrix_has_the_float32_product_of_16_bit_rows_as_its_gradient(experts):
+    """Rounded, it would be off by 2^-9; nothing is transposed, and `dx` stays in 16 bits."""
+
+    def layer(params, x, context):
+        return LayerOutput(x @ params["up"])
+
+    keys, shapes = jax.random.split(jax.random.key(0), 3), [(32, 8), (8, 16), (32, 16)]
+    drawn = [jax.random.normal(k, (*experts, *s), "bfloat16") for k, s in zip(keys, shapes)]
+    x, up, dy = drawn
+    context = Context({})
+    split = split_layer(layer, {"up": up}, x, context)
+    _, kept = split.forward({"up": up}, x, context)
+    run = jax.make_jaxpr(split.backward)({"up": up}, context, kept, Cotangent(dy))
+    assert "transpose" not in {eqn.primitive.name for eqn in run.jaxpr.eqns}
+    dx, gradients = split.backward({"up": up}, context, kept, Cotangent(dy))
+    assert (dx.value.dtype, gradients.params["up"].dtype) == ("bfloat16", "float32")
+    x, dy = (np.asarray(array, np.float64) for array in (x, dy))
+    want = np.swapaxes(x, -1, -2) @ dy
+    np.testing.assert_allclose(gradients.params["up"], want, rtol=1e-6, atol=1e-5)
+
+
 def test_transposed_products_keep_precision_and_order():
     """`transpose(a @ b)` of two precisions, with several free axes on either side."""
     key = jax.random.key(0)
