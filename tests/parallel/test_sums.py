@@ -169,8 +169,9 @@ def adversarial(kind, vocabulary=256):
      ("gpt2", "half"), ("gpt2", "all")],
 )  # fmt: skip
 def test_no_parameter_is_further_from_float32_than_others(run, kind, tmp_path):
-    """Twice the median parameter's error at most.
+    """At most 2.5 times the median parameter's error; with sums in 16 bits it is 2.8 to 110 times.
 
+    The largest, of positions, is twice the error of matrices, whose gradients nothing rounds last.
     Except where a gradient is not a sum over tokens alone: those of queries and keys are
     differences of attention's outputs, and only rounding where all tokens are the same.
     """
@@ -182,4 +183,4 @@ def test_no_parameter_is_further_from_float32_than_others(run, kind, tmp_path):
         if not {"wq", "wk", "bq", "bk"} & {getattr(key, "key", None) for key in path}
     }
     assert len(errors) >= 10
-    assert max(errors.values()) <= 2 * np.median(list(errors.values())), errors
+    assert max(errors.values()) <= 2.5 * np.median(list(errors.values())), errors
