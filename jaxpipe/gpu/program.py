@@ -79,6 +79,15 @@ def shape_dims(shape: str) -> tuple[int, ...]:
     return tuple(map(int, filter(None, match[2].split(",")))) if match else ()
 
 
+def shape_elements(shape: str) -> list[str]:
+    """Return the arrays of a shape without their layouts.
+
+    >>> shape_elements("(bf16[2,3]{1,0}, s8[32]{0})")
+    ['bf16[2,3]', 's8[32]']
+    """
+    return [f"{dtype}[{dims}]" for dtype, dims in _SHAPE.findall(shape)]
+
+
 def _count_elements(dims: str) -> int:
     return prod(map(int, filter(None, dims.split(","))))
 
@@ -231,17 +240,14 @@ class Program:
                     and f"index={index}," in producer.rest + ","
                 )
                 if not same or body[_NAME.search(producer.rest)[1]].opcode != "parameter":
-                    shapes.update(_remove_layouts(producer.shape))
+                    shapes.update(shape_elements(producer.shape))
         return {shape for shape in shapes if not shape.endswith("[]")}
 
     @cached_property
     def _messages(self) -> set[str]:
         sent = [one for one in self._in_loop() if one.opcode.startswith("collective-permute")]
         shapes = {
-            shape
-            for one in sent
-            for shape in _remove_layouts(one.shape)
-            if not shape.endswith("[]")
+            shape for one in sent for shape in shape_elements(one.shape) if not shape.endswith("[]")
         }
         return shapes | {shape.replace("[2,", "[", 1) for shape in shapes if "[2," in shape}
 
@@ -249,16 +255,11 @@ class Program:
         """Count copies of the given shapes; inside a fusion only the root is written to memory."""
         below = self._below(self.loop) if self.loop else ()
         count = Counter(
-            _remove_layouts(one.shape)[0]
+            shape_elements(one.shape)[0]
             for fused, name in below for one in self.computations[name]
             if one.opcode in ("copy", "copy-start") and (one.root or not fused)
         )  # fmt: skip
         return tuple(DeviceCopy(s, shape_bytes(s), count[s]) for s in sorted(shapes) if count[s])
-
-
-def _remove_layouts(shape: str) -> list[str]:
-    """Return the arrays of a shape without their layouts."""
-    return [f"{dtype}[{dims}]" for dtype, dims in _SHAPE.findall(shape)]
 
 
 @dataclass

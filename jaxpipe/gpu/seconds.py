@@ -16,12 +16,13 @@ from math import prod
 from typing import NamedTuple
 
 from jaxpipe.gpu.collectives import traced_action
-from jaxpipe.gpu.program import Program, shape_bytes, shape_dims
+from jaxpipe.gpu.program import Program, shape_bytes, shape_dims, shape_elements
 from jaxpipe.planning import LayerSeconds, OpSeconds, RunPlan, estimate
 from jaxpipe.runtime.devices import Device
 from jaxpipe.runtime.hlo import Instruction
 
 _NAME = re.compile(r"%([\w.\-]+)")
+_OPERAND = re.compile(r"%([\w.\-]+)(?:#(\d+))?")  # "%args#3" is an element of a tuple
 _COST = re.compile(r'"exec_time_us":([\d.e+\-]+),[^{}]*"name":""')
 _TARGET = re.compile(r'custom_call_target="__(cublas|cudnn\$fmha)[^"]*"')
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([\d,"]+)[\]}]')
@@ -157,7 +158,11 @@ def _sliced_call(
 
 
 def _seconds(one: Instruction, shapes: Mapping[str, str], sheet: Device, bandwidth: float) -> float:
-    operands = [shapes[name] for name in _NAME.findall(one.rest.split(")")[0]) if name in shapes]
+    operands = [
+        shape_elements(shapes[name])[int(index)] if index else shapes[name]
+        for name, index in _OPERAND.findall(one.rest.split(")")[0])
+        if name in shapes
+    ]
     once = (shape_bytes(one.shape) + sum(map(shape_bytes, operands))) / bandwidth
     target = _TARGET.search(one.rest) if one.opcode == "custom-call" else None
     if one.opcode == "dot" or target:

@@ -83,6 +83,16 @@ def test_a_fused_kernel_counts_once_and_what_is_outside_apart():
     assert estimate_seconds(plain, SHEET, BANDWIDTH).outside == pytest.approx(800 / 1e4)
 
 
+def test_an_operand_may_be_one_array_of_a_tuple():
+    """`%t.1#0` is 96 bytes of the tuple's 100."""
+    order, copy = STARTS + CONDS + DONES, "  %copy.3 = f32[3,8] copy(%t.1#0)"
+    copied, plain = (
+        estimate_seconds(Program(module(order, run=run)), SHEET, BANDWIDTH).ends
+        for run in (copy, "")
+    )
+    assert copied - plain == pytest.approx(2 * 96 / 1e4)
+
+
 def test_a_product_of_a_slice_counts_where_it_is_launched():
     """XLA wraps a library call in a fusion that computes the addresses of its operands."""
     inside = f"""  %w = bf16[4,8]{{1,0}} parameter(1)
