@@ -41,7 +41,9 @@ class DataConfig(Section, kw_only=True):
     # with least padding (best_fit); none: rows are seq_len consecutive tokens, or with
     # train.variable_length one document each
     packing: Literal["none", "sequential", "best_fit"] = "none"
-    max_documents: Positive = 64  # limit on the documents in a packed row
+    # limit on the documents in a packed row; with attention "cudnn" each takes 8 bytes x heads x
+    # head dim x tokens of a row in BW
+    max_documents: Positive = 64
     # permute the packed rows of each step so that microbatches take equal time, because in every
     # tick all ranks wait for the slowest; false: rows are in order; costs a sort on the host
     balance_rows: bool = False

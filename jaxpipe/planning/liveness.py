@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from jaxpipe.model import cudnn
+
 _CALLS = (
     "pjit", "jit", "closed_call", "core_call", "checkpoint", "remat", "custom_jvp_call",
     "custom_vjp_call", "custom_vjp_call_jaxpr",
@@ -50,7 +52,7 @@ class Step(NamedTuple):
     Attributes:
       name: of the primitive.
       reads, makes: its operands and results, without literals.
-      inner: bytes that its body holds at once, if it is a loop or a condition.
+      inner: bytes that it takes beside these: of its body, if it is a loop or a condition.
     """
 
     name: str
@@ -184,7 +186,8 @@ def _steps(
                 is_new = isinstance(of, Var)
                 names[result] = inside.get(of, Value(of, number)) if is_new else of
             continue
-        inner = [working_set(body).peak for body in bodies if name in _BODIES] or [0]
+        inner = [working_set(body).peak for body in bodies if name in _BODIES]
+        inner = inner or [cudnn.workspace(name, tuple(var.aval.shape for var in eqn.invars))]
         yield Step(
             name,
             tuple(value for value in reads if isinstance(value, Value)),

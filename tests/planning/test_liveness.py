@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpipe.model.packed import packed_attention
 from jaxpipe.planning.liveness import working_set
 
 SQUARE = 4 * 64 * 64  # bytes
@@ -106,3 +107,18 @@ def test_between_the_bounds_of_xla(function):
         temporaries,
         results,
     )
+
+
+def test_cudnns_gradient_of_packed_rows_has_a_workspace():
+    """8 bytes for every value of q and each document: 4 rows of 128 tokens, 8 heads of 16."""
+    q, kv, row = (4, 128, 8, 16), (4, 128, 2, 16), jax.ShapeDtypeStruct((4, 5), jnp.int32)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (q, kv, kv)]
+
+    def gradient(q, k, v, first, length):
+        attend = lambda q, k, v: packed_attention(q, k, v, first, length, jnp.int32(0), 0)  # noqa: E731
+        mixed, pull = jax.vjp(attend, q, k, v)
+        return pull(mixed)
+
+    peak, _ = working_set(jax.make_jaxpr(gradient)(*arrays, row, row).jaxpr)
+    values = 4 * 128 * 8 * 16
+    assert 0 < peak - 5 * 8 * values < 10 * values
