@@ -224,7 +224,8 @@ def test_moments_wait_in_the_hosts_memory():
     assert away["bytes"]["host"] == planned["host"] > everything["bytes"]["host"] == 0
     for size in ("arguments", "outputs", "aliased"):
         assert everything["bytes"][size] - away["bytes"][size] == planned["host"]
-    assert everything["bytes"]["peak"] - away["bytes"]["peak"] > 0.8 * planned["host"]
+    # Not all of it: what is left is the peak of the update, to which some moments have come back.
+    assert everything["bytes"]["peak"] - away["bytes"]["peak"] > 0.75 * planned["host"]
     assert away["host_copies"]["asynchronous"] + away["host_copies"]["synchronous"] == 0
     assert away["permutes"]["hidden"]
     assert away["graphs"]["whole"]
