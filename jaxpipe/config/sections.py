@@ -94,8 +94,9 @@ class ParallelConfig(Section, kw_only=True):
     # idle time of lockstep execution, but takes memory
     in_flight: Count = 0
     # layers of one kind in a row on a pipeline rank that the program spells out; if there are more,
-    # it repeats one in a loop and compiles as fast for any number; 0: 4 on CPU and where dp and tp
-    # are 1, otherwise all, since a loop on GPU hides fewer collectives; all with fp8 on GPU
+    # it repeats so many in a loop and compiles as fast for any number. 0: 4 on CPU and where dp and
+    # tp are 1, and a loop repeats 1; otherwise, and with fp8 on GPU, all: a loop hides fewer
+    # collectives, though those of experts are hidden as well with 4, in a quarter of the time
     unroll_layers: Count = 0
 
     @property

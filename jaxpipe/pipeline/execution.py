@@ -35,6 +35,8 @@ class Execution:
         more than this many (`StageLayout.unroll`); None: no loop. A loop is for neither
         `offload_layers`, whose copies overlap with the next layer, nor schedules that pair actions
         (DualPipe) layer by layer.
+      layers_per_iteration: layers in one iteration of such a loop; more hide more collectives
+        behind each other's compute, and take as much longer to compile.
       overlap_sums: run the last tick with a gradient after the scan, so that the all-reduce of a
         layer's gradient overlaps with the backward of the layers before it (`ticks.py`).
       poison_bubbles: fill idle messages and free slots with NaN, to show that no result depends on
@@ -56,6 +58,7 @@ class Execution:
     grad_reduce_dtype: Any = None
     offload_layers: int = 0
     unroll_layers: int | None = None
+    layers_per_iteration: int = 1
     overlap_sums: bool = False
     poison_bubbles: bool = False
     printer: MessagePrinter | None = None

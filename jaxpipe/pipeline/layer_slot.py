@@ -131,6 +131,7 @@ class LayerRun:
         rank.
       first: index of the first layer in the ring group.
       reduce: reduces the run's gradient sums over data-parallel replicas to this device's shards.
+      unroll: layers in one iteration of a loop over them.
     """
 
     kind: TracedKind
@@ -142,6 +143,7 @@ class LayerRun:
     shardings: Tree = None
     reduce: Callable[[Tree], Tree] = lambda total: total
     reduce_dtype: Any = None
+    unroll: int = 1
 
     @property
     def layers(self) -> int:
@@ -217,8 +219,9 @@ class LayerRun:
             return one(0, passed, gathered, after if ahead else None)
         if not ahead:
             alone = lambda step, passed: one(step, passed, None, None)[0]  # noqa: E731
-            return lax.fori_loop(0, self.layers, alone, passed), None
+            return lax.fori_loop(0, self.layers, alone, passed, unroll=self.unroll), None
         if gathered is None:
             gathered = self.end(backward=backward).gather_params()
-        passed, gathered = lax.fori_loop(0, last, ahead_of, (passed, gathered))
+        state = passed, gathered
+        passed, gathered = lax.fori_loop(0, last, ahead_of, state, unroll=self.unroll)
         return one(last, passed, gathered, after)

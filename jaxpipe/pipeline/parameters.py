@@ -119,6 +119,7 @@ class DeviceParameters:
                 reduce=partial(self._of_run, stored),
                 shardings=alone if reshard else None,
                 reduce_dtype=self.execution.grad_reduce_dtype,
+                unroll=self.execution.layers_per_iteration,
             )
 
         numbers = itertools.count()

@@ -98,6 +98,7 @@ class Trainer:
             reshard_after_forward=parallel.reshards,
             offload_layers=train.offload_layers,
             unroll_layers=self.plan.unroll_layers,
+            layers_per_iteration=parallel.unroll_layers or 1,
             poison_bubbles=debug.poison_messages,
             printer=printer,
             # Collectives on CPU block; with `reshards` gradients are reduce-scattered in every

@@ -33,11 +33,14 @@ def looped(name, counts, dp=1, *, unroll=1, dtype=jnp.float32, **execution):
     return pipeline, layout, params, layers, batch
 
 
-@pytest.mark.slow(unless=["zb_h1-2-execution0", "1f1b-2-execution1", "interleaved_1f1b-1-*"])
+@pytest.mark.slow(
+    unless=["zb_h1-2-execution0", "1f1b-2-execution1", "1f1b-1-execution5", "interleaved_1f1b-1-*"]
+)
 @pytest.mark.parametrize(
     ("name", "dp", "execution"),
     [("zb_h1", 2, {}), ("1f1b", 2, ZERO_3), ("zb_h1", 2, ZERO_3), ("1f1b", 2, {"zero_stage": 1})]
     + [("1f1b", 2, {"overlap_sums": True, "zero_stage": 2})]
+    + [("1f1b", 1, {"layers_per_iteration": 3}), ("zb_h1", 2, ZERO_3 | {"layers_per_iteration": 2})]
     + [(name, 1, {"lockstep": Lockstep(pairs=False)}) for name in BUILDERS],
 )
 def test_a_loop_equals_the_reference(name, dp, execution):
@@ -90,6 +93,13 @@ def test_the_program_does_not_grow_with_layers():
         traced = jax.jit(pipeline.losses_and_gradients).trace(params, batch)
         sizes[layers] = len(traced.lower().as_text().splitlines())
     assert sizes[12] == sizes[3]
+
+
+def test_an_iteration_has_as_many_layers_as_it_is_given():
+    pipeline, _, params, _, batch = looped("1f1b", (3, 4), layers_per_iteration=2)
+    jaxpr = jax.make_jaxpr(pipeline.losses_and_gradients)(params, batch).jaxpr
+    of_layers = [eqn for eqn, *_ in eqns_of(jaxpr) if eqn.params.get("unroll", 1) > 1]
+    assert [(eqn.params["unroll"], eqn.params["length"]) for eqn in of_layers] == [(2, 4)] * 2
 
 
 @pytest.mark.slow(unless=["1f1b"])
