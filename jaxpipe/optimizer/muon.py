@@ -1,8 +1,10 @@
 """Muon on the matrices of layers."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import lax
 
@@ -27,17 +29,28 @@ def muon_on_matrices(
 def _muon(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformation:
     """Muon on the layers' parameters `[P, ...]`; each matrix is orthogonalised by itself.
 
-    Padding with zeros stays zero and does not change the result.
+    Padding with zeros stays zero and does not change the result. The layers of a run `[P, n, ...]`
+    are handled one after the other, or the temporary arrays of all would be live.
     """
 
     def dims(how: ParamSharding) -> optax.contrib.MuonDimensionNumbers:
-        rows, columns = how.param.matrix
-        return optax.contrib.MuonDimensionNumbers(1 + rows, 1 + columns)
+        return optax.contrib.MuonDimensionNumbers(*(how.lead + dim for dim in how.param.matrix))
 
     def orthogonal(tree: Tree) -> optax.GradientTransformation:
         return optax.contrib.scale_by_muon(
             beta=config.muon_momentum, weight_dimension_numbers=jax.tree.map(dims, tree)
         )
+
+    def layer_by_layer(how: ParamSharding, update: Any, moment: Any, state: Any) -> jax.Array:
+        def of_layer(how: ParamSharding, update: jax.Array, moment: jax.Array) -> jax.Array:
+            return orthogonal(how).update(update, state._replace(mu=moment))[0]
+
+        if how.lead == 1:
+            return of_layer(how, update, moment)
+        layers = (jnp.moveaxis(array, 1, 0) for array in (update, moment))
+        alone = replace(how, lead=1)
+        after = lax.map(lambda arrays: of_layer(alone, *arrays), tuple(layers))
+        return jnp.moveaxis(after, 0, 1)
 
     def in_turn(updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
         """optax's update, but each parameter waits for the one `_AT_ONCE` positions before.
@@ -50,14 +63,14 @@ def _muon(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformati
             if at >= _AT_ONCE:  # both results must be read, or XLA drops one from the barrier
                 before = at - _AT_ONCE
                 leaf, after[before] = lax.optimization_barrier((leaf, after[before]))
-            after.append(orthogonal(how).update(leaf, state._replace(mu=moment))[0])
+            after.append(layer_by_layer(how, leaf, moment, state))
         # The moments use no barrier: `apply` also computes them alone, and XLA then removes the
         # orthogonalisation.
         return tree.unflatten(after), orthogonal(stored(updates)).update(updates, state)[1]
 
     def scale(update: jax.Array, how: ParamSharding) -> jax.Array:
         shape = how.unpadded_shape(update.shape)
-        return update * (0.2 * max(shape[1 + dim] for dim in how.param.matrix) ** 0.5)
+        return update * (0.2 * max(shape[how.lead + dim] for dim in how.param.matrix) ** 0.5)
 
     sized = optax.stateless(lambda updates, _: jax.tree.map(scale, updates, stored(updates)))
     direction = optax.GradientTransformation(optax.contrib.scale_by_muon().init, in_turn)

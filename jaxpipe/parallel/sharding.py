@@ -42,11 +42,13 @@ class ParamSharding:
         reduced.
       padding: for every dim the zeros at its end, which are removed when the dim is gathered over
         all axes that shard it; (): no padding.
+      lead: number of dims before those of a layer's parameter: pipeline ranks, and layers of a run.
     """
 
     dim_axes: tuple[Names, ...]
     param: ParamSpec = _PLAIN
     padding: tuple[int, ...] = ()
+    lead: int = 1
 
     @cached_property
     def partition_spec(self) -> PartitionSpec:
@@ -64,7 +66,8 @@ class ParamSharding:
     @property
     def without_stage_axis(self) -> "ParamSharding":
         """The sharding of a layer's parameter without its leading dim of pipeline ranks."""
-        return replace(self, dim_axes=self.dim_axes[1:], padding=self.padding[1:])
+        dims, padding = self.dim_axes[1:], self.padding[1:]
+        return replace(self, dim_axes=dims, padding=padding, lead=self.lead - 1)
 
     @property
     def without_layer_axis(self) -> "ParamSharding":
@@ -76,7 +79,7 @@ class ParamSharding:
         """The sharding of a layer's parameter `[P, ...]` stacked over a run: `[P, n, ...]`."""
         first, *rest = self.dim_axes
         padding = (self.padding[0], 0, *self.padding[1:]) if self.padding else ()
-        return replace(self, dim_axes=(first, (), *rest), padding=padding)
+        return replace(self, dim_axes=(first, (), *rest), padding=padding, lead=self.lead + 1)
 
     @property
     def as_consumed(self) -> "ParamSharding":

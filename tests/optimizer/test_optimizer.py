@@ -1,5 +1,7 @@
 """Learning rates by hand-picked steps, AdamW against plain NumPy, clipping against optax."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,7 @@ from jaxpipe.optimizer import (
     learning_rate,
 )
 from jaxpipe.parallel import Sharding, make_mesh
+from jaxpipe.training.batch_sharder import random_batch
 from jaxpipe.training.trainer import Trainer
 
 pytestmark = pytest.mark.versions
@@ -256,3 +259,26 @@ def test_clipping_equals_optax(limit):
 
 def test_no_limit_is_no_clipping():
     assert clip_by_global_norm(PARAMS, jnp.float32(1e9), 0.0) is PARAMS
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_muon_treats_the_layers_of_a_loop_one_by_one(zero_stage):
+    """Two steps of a trainer whose ranks loop over 3 layers, sharded over replicas."""
+    sizes = (
+        "model.n_layers=6", "model.d_model=32", "model.d_ff=64", "model.n_heads=2",
+        "model.n_kv_heads=1", "parallel.pp=2", "parallel.dp=2", "train.seq_len=16",
+        f"parallel.zero_stage={zero_stage}", "optimizer.name=muon", "optimizer.warmup_steps=0",
+    )  # fmt: skip
+
+    def trained(unroll):
+        config = load(SMALL, [*sizes, f"parallel.unroll_layers={unroll}"])
+        trainer = Trainer.resolve(config, tuple(jax.devices()[:4]))
+        state, batch = trainer.init(), trainer.put(random_batch(trainer.config))
+        for _ in range(2):
+            state, _ = trainer.train_step(state, batch)
+        lengths = {len(run) for run in trainer.layout.runs}
+        return lengths, trainer.layout.unstack(jax.device_get(state.params["layers"]))
+
+    (looped, got), (alone, want) = trained(1), trained(3)
+    assert (looped, alone) == ({3}, {1})
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)

@@ -26,9 +26,10 @@ def plan_of(*overrides, **described):
         (("train.fp8=delayed", "train.compute_dtype=bfloat16", "runtime.cpu_devices=2"), 4),
         (("runtime.cpu_devices=2",), 4),
         (("parallel.unroll_layers=1",), 1),
-        (("optimizer.name=muon",), None),
+        (("optimizer.name=muon",), 4),
+        (("optimizer.name=adafactor",), None),
         (("train.offload_layers=1",), None),
-        (("optimizer.name=muon", "parallel.unroll_layers=64"), None),  # as many as there are
+        (("optimizer.name=adafactor", "parallel.unroll_layers=64"), None),  # as many as there are
     ],
 )
 def test_how_many_are_unrolled(overrides, unrolled):
@@ -45,7 +46,7 @@ def test_pairs_have_no_loop():
 @pytest.mark.parametrize(
     ("overrides", "described", "reason"),
     [
-        (("optimizer.name=muon",), {}, "optimizer.name='muon' updates matrices layer by layer"),
+        (("optimizer.name=adafactor",), {}, "optimizer.name='adafactor' updates layer by layer"),
         (("train.offload_layers=1",), {}, "the copies of train.offload_layers=1 overlap"),
         (("parallel.schedule=dualpipe",), GPU, "parallel.schedule='dualpipe' pairs the layers"),
     ],
