@@ -44,9 +44,11 @@ class DataConfig(Section, kw_only=True):
     # limit on the documents in a packed row; with attention "cudnn" each takes 8 bytes x heads x
     # head dim x tokens of a row in BW
     max_documents: Positive = 64
-    # permute the packed rows of each step so that microbatches take equal time, because in every
-    # tick all ranks wait for the slowest; false: rows are in order; costs a sort on the host
-    balance_rows: bool = False
+    # packed rows of equal attention that follow one another [rows]; with the rows of a step its
+    # microbatches take equal time, because in every tick all ranks wait for the slowest, but its
+    # documents are alike; 1: only permute the rows of a step; 0: rows are in order; costs a sort on
+    # the host
+    balance_rows: Count = 0
     # on resuming a checkpoint of other data, mixture or seq_len: continue its step and moments at
     # position 0 of the new data, and later resumes continue there; false: refuse
     restart: bool = False

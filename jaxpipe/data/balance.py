@@ -1,20 +1,86 @@
-"""Packed rows of a step, arranged so that all microbatches take about the same time."""
+"""Packed rows in an order in which all microbatches of a step take about the same time.
 
-from collections.abc import Callable, Iterable
+Packed rows have equally many tokens and differ in attention, which is within documents. A row with
+one long document costs more than any row of short ones can, so rows of a step cost the same only if
+they are alike: `BalancedOrder` brings such rows together. `RowBalance` then assigns the rows of a
+step to microbatches and replicas.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
+
+_WINDOW = 1 << 16  # most rows that are sorted at a time, which takes about a second
+
+
+@dataclass(frozen=True)
+class BalancedOrder:
+    """An order in which rows of about equal attention follow one another, a block at a time.
+
+    Windows of the given order are sorted by attention and divided into blocks, which come in random
+    order. A step of one block has rows alike, and every window keeps its rows. The row at a
+    position is a function of the given order, the position and the attributes below, whatever the
+    shape of a batch.
+
+    Attributes:
+      order: the order to rearrange.
+      documents_of: tokens of each document of a row, by the row's number.
+      size: rows of a block.
+      epoch: rows of `order` before any row comes again.
+      seed: of the order of blocks.
+    """
+
+    order: Sequence[int]
+    documents_of: Callable[[int], Sequence[int]]
+    size: int
+    epoch: int
+    seed: int
+    _lock: Lock = field(default_factory=Lock, init=False, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, position: int) -> int:
+        window, at = divmod(position, self.window)
+        with self._lock:  # threads that read ahead reach a window together, and one sorts it
+            return int(self._window_of(window)[at])
+
+    @cached_property
+    def window(self) -> int:
+        """Rows of a window, a multiple of `size`.
+
+        An epoch has a number of windows, and less than a block more for each: in a window of two
+        epochs, a row would stand beside its copy, in the same step.
+        """
+        windows = -(-self.epoch // _WINDOW)
+        return max(self.epoch // (windows * self.size), 1) * self.size
+
+    @cached_property
+    def _window_of(self) -> Callable[[int], np.ndarray]:
+        def of(window: int) -> np.ndarray:
+            first = window * self.window
+            rows = [self.order[at] for at in range(first, first + self.window)]
+            # Squares sort rows as the attention of every model does, closely with sliding windows,
+            # too, and they are integers: the order depends on no model and on no rounding.
+            costs = [sum(tokens * tokens for tokens in self.documents_of(row)) for row in rows]
+            blocks = np.array(rows)[np.argsort(costs, kind="stable")].reshape(-1, self.size)
+            return np.random.default_rng((self.seed, window)).permutation(blocks).ravel()
+
+        return lru_cache(maxsize=2)(of)
 
 
 class RowBalance(NamedTuple):
     """Assigns the rows of a step to microbatches and replicas by their attention.
 
-    Rows have equally many tokens and differ in attention, which is within documents. A group of
-    rows is what one replica computes of one microbatch; groups get equal sums as far as rows allow,
-    by the rule "longest processing time first" (Graham 1969), here with groups of equal size. Then
-    groups are sorted, so that those that execute in the same ticks, in which all pipeline ranks
-    wait for the slowest, are similar; replicas alternate in having the larger ones.
+    A group of rows is what one replica computes of one microbatch; groups get equal sums as far as
+    rows allow, by the rule "longest processing time first" (Graham 1969), here with groups of equal
+    size. Then groups are sorted, so that those that execute in the same ticks, in which all
+    pipeline ranks wait for the slowest, are similar; replicas alternate in having the larger ones.
 
     Attributes:
       size: rows of one microbatch on one replica.

@@ -1,12 +1,13 @@
 """Open the training and held-out samples that the `[data]` table of a configuration names."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jaxpipe.config import ConfigError, DataConfig, SourceConfig
+from jaxpipe.data.balance import BalancedOrder
 from jaxpipe.data.batches import DataSplit, SourceSamples, heldout_order, training_order
 from jaxpipe.data.corpus import open_corpus_documents
 from jaxpipe.data.documents import ShardedDocuments
@@ -113,10 +114,11 @@ def open_data(
         heldout = [_build_part(config, of_heldout, *of) for of in held_out]
         train = [_build_part(config, of_train, *of) for of in to_train_on]
     order_seed = seed if config.shuffle else None
+    sizes, block = f"seq_len={seq_len} shuffle={order_seed}", config.balance_rows
+    sizes += f" balance_rows={block}" if block > 1 else ""
+    split = _build_split("training", train, sizes, order_seed)
     return RunData(
-        train=_build_split(
-            "training", train, f"seq_len={seq_len} shuffle={order_seed}", order_seed
-        ),
+        train=_balance_split(split, block, seed) if block > 1 else split,
         heldout=_build_split("held-out", heldout, f"seq_len={seq_len}"),
     )
 
@@ -148,6 +150,13 @@ def _build_split(
     shares = [f"{part.weight / sum(weights):.6g} of {part.fingerprint}" for part in parts]
     samples = JoinedSamples([part.samples for part in parts])
     return DataSplit(name, f"{' + '.join(shares)} {sizes}", samples, order, **known)
+
+
+def _balance_split(split: DataSplit, size: int, seed: int) -> DataSplit:
+    """Bring rows of equal attention together, `size` at a time."""
+    epoch = min(int(source.samples / source.share) for source in split.sources)
+    order = BalancedOrder(split.order, split.samples.documents_of, size, epoch, seed)
+    return replace(split, order=order)
 
 
 def _build_dummy_parts(

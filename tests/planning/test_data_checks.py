@@ -50,8 +50,12 @@ def test_lengths_of_steps(overrides, lengths):
             r"data\.packing='best_fit' with data\.shuffle=false: .* set data\.packing=sequential",
         ),
         (
-            ["data.balance_rows=true"],
-            r"data\.balance_rows=true with data\.packing='none': only attention .* set data\.pack",
+            ["data.balance_rows=8"],
+            r"data\.balance_rows=8 with data\.packing='none': only attention .* set data\.pack",
+        ),
+        (
+            ["data.balance_rows=8", "data.packing=sequential", "data.shuffle=false"],
+            r"data\.balance_rows=8 with data\.shuffle=false: rows of .*; shuffle, or leave bal",
         ),
     ],
 )

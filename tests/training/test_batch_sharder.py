@@ -106,7 +106,7 @@ def packed_sharder(*overrides):
 
 def test_a_run_balances_its_rows_only_where_it_is_asked_to():
     assert "balance" not in packed_sharder().sizes
-    balance = packed_sharder("data.balance_rows=true", "train.microbatch_size=2").sizes["balance"]
+    balance = packed_sharder("data.balance_rows=8", "train.microbatch_size=2").sizes["balance"]
     assert balance.size == 2
     assert balance.attention_of(20) == 4 * balance.attention_of(10) > 0
 
