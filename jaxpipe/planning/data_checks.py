@@ -50,7 +50,9 @@ def _check_order(config: Config) -> None:
 
     `data.packing='best_fit'` needs `data.shuffle`.
 
-    `data.balance_rows` needs `data.packing` and `data.shuffle`.
+    `data.balance_rows` needs `data.packing`.
+
+    `data.balance_rows` above 1 needs `data.shuffle`.
     """
     data = config.data
     asked = f"data.balance_rows={data.balance_rows}"
@@ -59,7 +61,7 @@ def _check_order(config: Config) -> None:
             f"{asked} with data.packing='none': only attention within the documents of packed rows "
             f"differs from row to row; set data.packing, or leave balance_rows out."
         )
-    if data.balance_rows and not data.shuffle:
+    if data.balance_rows > 1 and not data.shuffle:
         raise ConfigError(
             f"{asked} with data.shuffle=false: rows of equal attention are brought together, so "
             f"they do not stay in order; shuffle, or leave balance_rows out."
