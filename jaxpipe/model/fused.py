@@ -44,7 +44,9 @@ def fused_attention(
     """
     operands, is_causal = (q_BLHK, k_BSGK, v_BSGK), mask_11LS is None
     if is_replacing_kernels() or (is_causal and q_BLHK.shape[-1] > _WIDEST):
-        return _attend(is_causal, window, *operands)
+        # jax's function hands a mask to the kernel as a bias.
+        bias = () if is_causal else (jnp.where(mask_11LS, 0, -jnp.inf).astype(q_BLHK.dtype),)
+        return _attend(is_causal, window, *operands, *bias)
     if not is_causal:
         return _of_library(*operands, mask=mask_11LS)
     left = (window - 1, 0) if window else None
@@ -144,19 +146,23 @@ _FORWARD, _BACKWARD = define_attention("fused", _lower_forward, _lower_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(causal: bool, window: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return _attend_forward(causal, window, q, k, v)[0]
+def _attend(
+    causal: bool, window: int, q: jax.Array, k: jax.Array, v: jax.Array, *bias: jax.Array
+) -> jax.Array:
+    return _attend_forward(causal, window, q, k, v, *bias)[0]
 
 
 def _attend_forward(
-    causal: bool, window: int, q: jax.Array, k: jax.Array, v: jax.Array
+    causal: bool, window: int, q: jax.Array, k: jax.Array, v: jax.Array, *bias: jax.Array
 ) -> tuple[jax.Array, tuple]:
-    mixed, logsumexp = _FORWARD.bind(q, k, v, causal=causal, window=window)
-    return mixed, (q, k, v, logsumexp, mixed)
+    mixed, logsumexp = _FORWARD.bind(q, k, v, *bias, causal=causal, window=window)
+    return mixed, ((q, k, v, logsumexp, mixed), bias)
 
 
 def _attend_backward(causal: bool, window: int, residuals: tuple, dmixed: jax.Array) -> tuple:
-    return tuple(_BACKWARD.bind(*residuals, dmixed, causal=causal, window=window))
+    operands, bias = residuals
+    gradients = _BACKWARD.bind(*operands, dmixed, *bias, causal=causal, window=window)
+    return *gradients, *(None for _ in bias)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -118,7 +118,8 @@ def working_set(
 def _written(steps: list[Step], stored: set[Value], outputs: set[Value]) -> set[Value]:
     """The values in memory: results of operations that are not fused, and what kernels read.
 
-    A product that is only added to something is added in place, as a gradient to its sum.
+    A product reads a transposed operand where it is. A product that is only added to something is
+    added in place, as a gradient to its sum.
     """
     readers: dict[Value, list[Step]] = {}
     for step in steps:
@@ -126,8 +127,11 @@ def _written(steps: list[Step], stored: set[Value], outputs: set[Value]) -> set[
             readers.setdefault(value, []).append(step)
     made = {value for step in steps for value in step.makes}
     written = {value for step in steps if not step.is_fused for value in step.makes}
-    kernels = (step for step in steps if step.name.startswith(_KERNELS))
-    written |= {value for step in kernels for value in step.reads} & (made | stored)
+    transposed = {step.makes[0]: step.reads[0] for step in steps if step.name == "transpose"}
+    for step in steps:
+        if step.name.startswith(_KERNELS):
+            of = transposed if step.name.startswith(_PRODUCTS) else {}
+            written |= {of.get(value, value) for value in step.reads} & (made | stored)
     for step in steps:
         if not step.name.startswith(_PRODUCTS):
             continue
@@ -188,10 +192,14 @@ def _steps(
             continue
         inner = [working_set(body).peak for body in bodies if name in _BODIES]
         inner = inner or [cudnn.workspace(name, tuple(var.aval.shape for var in eqn.invars))]
+        made = tuple(map(named, eqn.outvars))
+        if name == "optimization_barrier":  # it orders operations and copies nothing
+            names |= dict(zip(eqn.outvars, reads))
+            made = ()
         yield Step(
             name,
             tuple(value for value in reads if isinstance(value, Value)),
-            tuple(map(named, eqn.outvars)),
+            made,
             inner[-1] if eqn.params.get("branches_platforms") else max(inner),
         )
 

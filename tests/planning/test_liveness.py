@@ -59,6 +59,8 @@ BY_HAND = {
     ),
     "the caller adds a product that is returned": (lambda x, w: x @ w, 0),
     "a product is added in place": (lambda x, w: jnp.tanh(x @ w + w) @ w, 2),
+    "a product reads a transposed operand": (lambda x, w: (x @ w) @ w.T, 1),
+    "a barrier copies nothing": (lambda x, w: jax.lax.optimization_barrier(x @ w) @ w, 1),
     "the body of a loop, and its carry": (loop, 3),
     "a loop adds to its carry in place": (accumulate, 2),  # tanh(x), and then its product
 }  # fmt: skip
