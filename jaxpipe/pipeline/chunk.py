@@ -72,6 +72,8 @@ class BackwardOutputs(NamedTuple):
       read_sums: gradient accumulators of embedding and head; None: no layer of the chunk reads
         them.
       next_params: as in `ForwardOutputs`.
+      next_start: between runs, a zero without which the next run reads no residuals; None: it
+        waits for nothing.
     """
 
     dx: jax.Array
@@ -80,6 +82,7 @@ class BackwardOutputs(NamedTuple):
     statistics: Mapping[str, jax.Array] = {}
     read_sums: Tree = None
     next_params: Tree = None
+    next_start: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -152,38 +155,45 @@ class Chunk:
           given: inputs of the action.
           kept: returns the inputs that a layer reads from ring buffers, given its slot and the ring
             buffers of its ring group that the op writes, in their current state.
-          in_turn: read the residuals of a layer only once dy is known at its output; in BW, finish
-            W of a run before B of the next but one starts. Otherwise XLA on GPU may first recompute
-            all layers, or move every W to the end, to hide collectives, and what that computes
-            stays live (9 of 30 GiB for 20 layers of a 13B model, tp=4, full remat).
+          in_turn: read the residuals of a run once its dy is known, or, if the layers have
+            collectives, once the run before it starts, beside which XLA hides them; in BW, finish W
+            of a run before B of the next but one starts. Otherwise XLA on GPU may first recompute
+            all layers, or move every W to the end, and what that computes stays live (a third of
+            the memory for 20 layers of a 13B model, tp=4, full remat). Residuals on the host are
+            read without waiting, so that copies overlap.
           counts: as in `LayerSlot.add_gradients`.
         """
         last = len(self.runs) - 1
 
         def run(place: int, run: LayerRun, before: BackwardOutputs) -> BackwardOutputs:
             def layer(slot: LayerSlot, params: Tree, *passed: Any) -> tuple[Any, ...]:
-                if in_turn and not run.on_host:  # copies from the host begin early
-                    dy, place = lax.optimization_barrier((passed[0], jnp.int32(slot.place)))
-                    slot, passed = replace(slot, place=place), (dy, *passed[1:])
+                if before.next_start is not None:
+                    slot = replace(slot, place=slot.place + before.next_start)
                 return _layer_gradient(
                     op, slot, params, given, kept(slot, passed[-1]), passed, counts
                 )
 
             after = self.runs[place - 1].end(backward=True) if place else None
             dy, rings, totals = before.dx, list(before.rings), list(before.grad_sums)
+            next_waits = in_turn and place and not self.runs[place - 1].on_host
+            early, start = run.kind.split.has_collectives, None
+            if next_waits and early:
+                dy, start = lax.optimization_barrier((dy, jnp.int32(0)))
             read = embed_head_of(run.kind.kind, before.read_sums)
             passed = dy, totals[place], read, before.statistics, rings[run.ring]
             made, whole = run.over_layers(
                 layer, passed, before.next_params, after, backward=True, prefetch=op is Op.BW
             )
             dy, totals[place], read, observed, rings[run.ring] = made
+            if next_waits and not early:
+                dy, start = lax.optimization_barrier((dy, jnp.int32(0)))
             read = before.read_sums if read is None else read
             if in_turn and op is Op.BW and place < last:
                 of_next = embed_head_of(self.runs[place + 1].kind.kind, read)
                 tied = lax.optimization_barrier((dy, totals[place + 1], of_next))
                 dy, totals[place + 1], of_next = tied
                 read = read if of_next is None else of_next
-            return BackwardOutputs(dy, tuple(rings), tuple(totals), observed, read, whole)
+            return BackwardOutputs(dy, tuple(rings), tuple(totals), observed, read, whole, start)
 
         return [partial(run, place, of) for place, of in reversed(list(enumerate(self.runs)))]
 

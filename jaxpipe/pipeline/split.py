@@ -64,6 +64,11 @@ class LayerSplit:
             is_leaf=lambda gradient: gradient is None,
         )  # fmt: skip
 
+    @property
+    def has_collectives(self) -> bool:
+        """Whether the layer communicates over a mesh axis."""
+        return any(type(effect).__name__ == "NamedAxisEffect" for effect in self._closed.effects)
+
     def forward(
         self, params: Tree, x: jax.Array, context: Context
     ) -> tuple[LayerOutput, Residuals]:

@@ -114,8 +114,8 @@ def _working(costs: ModelCosts, layout: "StageLayout", tables: Tables | None) ->
     """Bytes of the cell that holds most, beside what is stored.
 
     XLA writes what the F and B of a chunk return to ring buffers when its last layer is done. In
-    BW, XLA delays the W of a layer, whose products add to the gradient sums in place and so free
-    little, until the next layer's B is done: the stash of a layer more is live. Of
+    BW, W runs one layer behind B where B has collectives, so the stash of a layer more is live;
+    elsewhere XLA delays the products of W as long as they write more than they free. Of
     a pair, F ends with the B of as many layers, beside which the W of layers before may run.
     """
     if tables is None:

@@ -228,7 +228,9 @@ def _layer_costs(
     over_ep, over_cp = sent((EP,), parallel.ep), sent(ZERO_AXES, parallel.cp)
     over_tp = sent((TP,), parallel.tp)
     peak = max(one.peak for one in working.values())  # BW does what the others do
-    working["BW"] = WorkingSet(peak, _stash_of(both))
+    sends = any(of["B"] for of in (over_ep, over_cp, over_tp))
+    stash, gradients = _stash_of(both), _bytes([var.aval for var in ops["W"].outvars])
+    working["BW"] = WorkingSet(peak, stash if sends else min(stash, gradients))
     return LayerCosts(
         **{op: product_flops(jaxpr, before) for op, jaxpr in ops.items()},
         in_fp8={op: product_flops(jaxpr, before, fp8=True) for op, jaxpr in ops.items()},
