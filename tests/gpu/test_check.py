@@ -236,7 +236,7 @@ def test_moments_wait_in_the_hosts_memory():
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="this XLA copies what conds pass on")
 @pytest.mark.parametrize("told", [True, False])
 def test_moments_on_the_host_take_no_room_of_the_device(told):
-    """The step takes 99 % of the card's memory; without the option XLA overlaps no permute."""
+    """The step takes 98 % of the memory; without the option XLA overlaps no permute."""
     (option,) = of_purpose("moments")
     flags = "" if told else f"--{option.name}=95"
     found = report(
@@ -244,7 +244,7 @@ def test_moments_on_the_host_take_no_room_of_the_device(told):
         "parallel.schedule=zb_h1", "parallel.layer_split=even", "parallel.transfer_ticks=2",
         "train.offload_moments=true", "--memory", "70MiB", flags=flags,
     )  # fmt: skip
-    assert 0.98 * found["usable"] < found["bytes"]["peak"] <= found["usable"]
+    assert 0.97 * found["usable"] < found["bytes"]["peak"] <= found["usable"]
     place, fact = option.noticed.split(".")
     assert found[place][fact] == (0 if told else 2)
 
