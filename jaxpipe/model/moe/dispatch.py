@@ -5,6 +5,8 @@ token n. Rows are moved into S slots, some of which may stay empty; a row withou
 `gather_into_slots` and `sum_from_slots` are each other's transpose, and both are written as
 gathers, because XLA executes a scatter one row at a time. The indices depend on the choice alone,
 so W recomputes them and the gather, and moved rows are not stored (`jaxpipe.pipeline.crossing`).
+The indices are barriers of fusion: without one XLA computes an index again for every element of the
+row that it selects.
 """
 
 from functools import partial
@@ -12,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 class SlotAssignment(NamedTuple):
@@ -34,9 +37,14 @@ def gather_into_slots(x_ND: jax.Array, places: SlotAssignment, copies: int) -> j
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def sum_from_slots(x_SD: jax.Array, places: SlotAssignment, copies: int) -> jax.Array:
-    """Sum each token's rows over their slots, `[S, D] -> [N, D]`; K = `copies`."""
-    rows_RD = _gather_rows(x_SD, places.target_R)
-    return rows_RD.reshape(-1, copies, x_SD.shape[-1]).sum(1)
+    """Sum each token's rows over their slots, `[S, D] -> [N, D]`; K = `copies`.
+
+    The K gathers and their sum are one loop of a GPU, which a reduction over rows is not.
+    """
+    wide = jnp.promote_types(x_SD.dtype, jnp.float32)
+    target_NK = places.target_R.reshape(-1, copies)
+    rows = (_gather_rows(x_SD, target_NK[:, copy]).astype(wide) for copy in range(copies))
+    return sum(rows).astype(x_SD.dtype)
 
 
 gather_into_slots.defvjp(
@@ -56,7 +64,7 @@ def assign_sorted(group_R: jax.Array) -> SlotAssignment:
     [[1, 3, 0, 2], [2, 0, 3, 1]]
     """
     order_R = jnp.argsort(group_R)
-    return SlotAssignment(order_R, jnp.argsort(order_R))
+    return lax.optimization_barrier(SlotAssignment(order_R, jnp.argsort(order_R)))
 
 
 def assign_equally(
@@ -81,7 +89,7 @@ def assign_equally(
     slots = jnp.arange(room)
     sorted_GC = jnp.minimum(begin_G[:, None] + slots[None], rows - 1)
     source_GC = jnp.where(slots[None] < filled_G[:, None], order_R[sorted_GC], rows)
-    return SlotAssignment(source_GC.reshape(-1), target_R)
+    return lax.optimization_barrier(SlotAssignment(source_GC.reshape(-1), target_R))
 
 
 def count_dropped(places: SlotAssignment, group_R: jax.Array, groups: int) -> jax.Array:

@@ -133,9 +133,12 @@ class DroplessDispatch:
         places = assign_equally(expert_R // own, self.replicas.size, room)
         number_R1 = (1 + expert_R % own).astype(x_ND.dtype)[:, None]  # 0 marks an empty slot
         beside_R2 = jnp.concatenate([weights_R1, number_R1], axis=-1)
-        sent = [gather_into_slots(x_ND, places, copies), gather_into_slots(beside_R2, places, 1)]
-        came = _exchange_rows(self.replicas, jnp.concatenate(sent, axis=-1), "experts")
-        x_SD, weights_S1, number_S1 = jnp.split(came, [x_ND.shape[1], x_ND.shape[1] + 1], axis=-1)
+        x_SD, beside_S2 = _send_rows(
+            self.replicas,
+            gather_into_slots(x_ND, places, copies),
+            gather_into_slots(beside_R2, places, 1),
+        )
+        weights_S1, number_S1 = jnp.split(beside_S2, 2, axis=-1)
         number_S = lax.stop_gradient(number_S1).astype(jnp.int32).reshape(-1)
         expert_S = jnp.where(number_S > 0, number_S - 1, own)
         made_SD = self._grouped(x_SD, weights_S1, expert_S, experts, dot)
@@ -209,14 +212,20 @@ class CapacityDispatch:
         rooms = jnp.array([self.room(n, copies) for n in range(length + 1)], jnp.int32)
         most_B = rooms[jnp.sum(choice_BLK[..., 0] < self.count, axis=1)]
         places = assign_equally(group_R, groups, room, jnp.tile(most_B, self.count))
-        x_SD = gather_into_slots(x_BLD.reshape(-1, d), places, copies)
-        weights_S1 = gather_into_slots(weights_BLK.reshape(-1, 1), places, 1)
-        sent = jnp.concatenate([x_SD, weights_S1], axis=-1)
-        came = _exchange_rows(self.replicas, sent, "experts")
-        of_expert = came.reshape(size, self.count // size, -1, d + 1).swapaxes(0, 1)
-        of_expert = of_expert.reshape(self.count // size, -1, d + 1)
-        outputs = experts(of_expert[..., :d], of_expert[..., d:], dot, own_of_batches)
-        outputs = outputs.reshape(self.count // size, size, -1, d).swapaxes(0, 1)
+        sent = _send_rows(
+            self.replicas,
+            gather_into_slots(x_BLD.reshape(-1, d), places, copies),
+            gather_into_slots(weights_BLK.reshape(-1, 1), places, 1),
+        )
+        own = self.count // size
+        x_ECD, weights_EC1 = (
+            rows.reshape(size, own, -1, rows.shape[-1])
+            .swapaxes(0, 1)
+            .reshape(own, -1, rows.shape[-1])
+            for rows in sent
+        )
+        outputs = experts(x_ECD, weights_EC1, dot, own_of_batches)
+        outputs = outputs.reshape(own, size, -1, d).swapaxes(0, 1)
         y_SD = _exchange_rows(self.replicas, outputs.reshape(-1, d), "tokens")
         dropped = count_dropped(places, group_R, groups)
         return sum_from_slots(y_SD, places, copies).reshape(x_BLD.shape), dropped
@@ -240,6 +249,17 @@ def run_in_rounds(forward: Names, gradient: Names) -> Rounds:
     attention. It is DualPipe's order (DeepSeek-AI 2024, "DeepSeek-V3", figure 4).
     """
     return [("to experts", "to tokens"), ("at experts", "at experts"), ("to tokens", "to experts")]
+
+
+def _send_rows(
+    replicas: AllExperts, x_SD: jax.Array, beside_SX: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Send rows to their experts, with what belongs to them in further columns of one array."""
+    if replicas.size == 1:
+        return x_SD, beside_SX
+    came = _exchange_rows(replicas, jnp.concatenate([x_SD, beside_SX], axis=-1), "experts")
+    x_SD, beside_SX = jnp.split(came, [x_SD.shape[1]], axis=-1)
+    return x_SD, beside_SX
 
 
 def _exchange_rows(replicas: AllExperts, rows: jax.Array, to: str) -> jax.Array:

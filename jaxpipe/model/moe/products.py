@@ -19,6 +19,9 @@ from jaxpipe.model.moe.config import MixtureConfig
 
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # rows, matrices, group sizes
 _STEP = 128  # width of the kernel's tiles
+# Dimensions of each row times its group's matrix, and of each group's rows times other rows.
+_EACH_ROW = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
+_EACH_GROUP = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
 
 class GroupedProduct(NamedTuple):
@@ -62,9 +65,7 @@ def multiply_by_kernel(
 
 @jax.custom_vjp
 def _multiply(rows_SI: jax.Array, matrices_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    from tokamax import ragged_dot
-
-    made_SO = ragged_dot(rows_SI, matrices_EIO, sizes_E, implementation="mosaic")
+    made_SO = _call_kernel(rows_SI, matrices_EIO, sizes_E, _EACH_ROW)
     return checkpoint_name(_zero_ungrouped(made_SO, sizes_E), PRODUCT)
 
 
@@ -74,17 +75,24 @@ def _forward(rows_SI: jax.Array, matrices_EIO: jax.Array, sizes_E: jax.Array) ->
 
 
 def _backward(operands: Any, dy_SO: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    from tokamax import ragged_dot, ragged_dot_general
-
     rows_SI, matrices_EIO, sizes_E = operands
     inputs_EOI = matrices_EIO.swapaxes(1, 2)
-    drows_SI = ragged_dot(dy_SO, inputs_EOI, sizes_E, implementation="mosaic")
-    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
-    dmatrices_EIO = ragged_dot_general(rows_SI, dy_SO, sizes_E, numbers, implementation="mosaic")
+    drows_SI = _call_kernel(dy_SO, inputs_EOI, sizes_E, _EACH_ROW)
+    dmatrices_EIO = _call_kernel(rows_SI, dy_SO, sizes_E, _EACH_GROUP)
     return _zero_ungrouped(drows_SI, sizes_E), dmatrices_EIO, None
 
 
 _multiply.defvjp(_forward, _backward)
+
+
+def _call_kernel(
+    rows: jax.Array, other: jax.Array, sizes_E: jax.Array, numbers: lax.RaggedDotDimensionNumbers
+) -> jax.Array:
+    import tokamax
+
+    # Tokamax warns of every call of a size that it has not tuned, in 4 kB each.
+    with tokamax.config.ignore_autotuning_cache(True):
+        return tokamax.ragged_dot_general(rows, other, sizes_E, numbers, implementation="mosaic")
 
 
 def _zero_ungrouped(made_SO: jax.Array, sizes_E: jax.Array) -> jax.Array:

@@ -77,10 +77,16 @@ class Router(nnx.Module):
         choice_BLK = given_BLK
         if choice_BLK is None:
             choice_BLK = checkpoint_name(choose(scores_BLE, bias_E, config), CHOICE)
-        weights_BLK = jnp.take_along_axis(scores_BLE, choice_BLK, axis=-1)
+        weights_BLK = _select(scores_BLE, choice_BLK)
         if config.norm_topk_prob:
             weights_BLK = _normalise(weights_BLK)
         return Routes(choice_BLK, config.router_scale * weights_BLK, logits_BLE, shares_BLE)
+
+
+def _select(scores_BLE: jax.Array, choice_BLK: jax.Array) -> jax.Array:
+    """Scores of the chosen experts, by a mask, because the gradient of a gather is a scatter."""
+    chosen_BLKE = jax.nn.one_hot(choice_BLK, scores_BLE.shape[-1], dtype=bool)
+    return jnp.where(chosen_BLKE, scores_BLE[:, :, None], 0).sum(-1)
 
 
 def _normalise(scores: jax.Array) -> jax.Array:
