@@ -83,7 +83,7 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
         "device": _device_name(devices[0]),
         "peak": peak_flops(devices[0].device_kind),
         "seconds": seconds,
-        "update": of_layers / layers,
+        "update": of_layers / update.layers,
         "flops": {
             "F": layer.F, "B": layer.B, "W": layer.W, "BW": layer.B + layer.W,
             "head": costs.head,

@@ -74,21 +74,23 @@ def _unrolled(trainer: Trainer) -> Trainer:
 
 
 class UpdateTimer:
-    """Times the optimizer on `layers` layers and a pipeline rank's shard of embedding and head.
+    """Times the optimizer on layers of a pipeline rank and its shard of embedding and head.
 
     Attributes:
+        layers: how many: those of the first `most` layer slots.
         share_of_layers: share of the updated values that belong to layers.
     """
 
-    def __init__(self, trainer: Trainer, layers: int):
+    def __init__(self, trainer: Trainer, most: int):
         trainer = _unrolled(trainer)
         ranks = trainer.mesh.shape[PP]
-        key, kind = jax.random.key(0), trainer.layout.kinds[0]
+        key, kinds = jax.random.key(0), trainer.layout.slot_kinds[:most]
+        self.layers = len(kinds)
 
         def start() -> State:
             own_layers = [
                 jax.tree.map(lambda leaf: leaf[None], trainer.model.init_layer(key, index, kind))
-                for index in range(layers)
+                for index, kind in enumerate(kinds)
             ]
             ends = jax.tree.map(
                 lambda leaf: leaf[: len(leaf) // ranks], trainer.model.init_embed_head(key)

@@ -95,6 +95,16 @@ def test_timers_give_every_op_a_positive_time():
     assert timer.share_of_layers == (two - ends) / two
 
 
+def test_an_update_of_layers_of_two_kinds_is_timed():
+    """A dense and a sparse layer, and no more layers than the model has."""
+    path = Path(__file__).parents[2] / "configs/quickstart_moe.toml"
+    one = ["model.n_layers=2", "parallel.pp=1", "parallel.dp=1", "parallel.ep=1"]
+    trainer = Trainer.resolve(configs.load(path, one), tuple(jax.devices()[:1]))
+    timer = UpdateTimer(trainer, 3)
+    assert timer.layers == 2
+    assert timer.seconds() > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["trained", "accumulated"])
 def test_a_worker_trains_as_the_trainer_does(kind):
