@@ -95,8 +95,15 @@ class CompiledReport:
 def check_step(plan: RunPlan, card: str, save: Path | None = None) -> CompiledReport:
     """Compile the step of a plan that was resolved for a card, and save it in a directory if given.
 
-    Raises `ConfigError` where the compiler or cuDNN is missing, or the directory is not writable.
+    Raises `ConfigError` where the compiler or cuDNN is missing, the directory is not writable, or a
+    step to be saved calls cuDNN.
     """
+    if save and plan.config.model.attention == "cudnn":
+        raise ConfigError(
+            "--save with model.attention='cudnn': cuDNN builds its kernels on a GPU alone, so what "
+            "is compiled without one cannot run; save with model.attention=xla, or let the run "
+            "compile and keep the step in its compile cache (runtime.compile_cache)."
+        )
     memory = int(plan.devices.memory)
     usable = int(memory * usable_share())
     topology = cards.topology(plan.config.parallel.devices)

@@ -11,7 +11,7 @@ from jaxpipe.plan import main
 @pytest.mark.slow
 @needs_compiler
 def test_the_compiled_step_is_written_for_a_run_to_load(tmp_path):
-    """On a GPU; none has loaded it."""
+    """As an H100 has loaded it, with jax 0.11.2 in both places."""
     code, _, errors = plan("--check-gpu", "h100", "--save", str(tmp_path))
     assert code == 0, errors
     (file,) = tmp_path.iterdir()
@@ -24,3 +24,13 @@ def test_the_compiled_step_is_written_for_a_run_to_load(tmp_path):
 def test_a_step_is_saved_only_if_it_is_compiled(capsys):
     assert main([SMALL, "--save", "programs"]) == 2
     assert "error: --save writes what --check-gpu compiles" in capsys.readouterr().err
+
+
+def test_a_step_that_calls_cudnn_is_not_saved(tmp_path):
+    code, _, errors = plan(
+        "--check-gpu", "h100", "--save", str(tmp_path), "model.attention=cudnn",
+        "train.compute_dtype=bfloat16",
+    )  # fmt: skip
+    assert code == 2
+    assert "--save with model.attention='cudnn'" in errors
+    assert not list(tmp_path.iterdir())
