@@ -4,9 +4,14 @@ from typing import NamedTuple
 
 MODEL = "configs/llama3_8b_layers_1gpu.toml"
 EXPERTS = "configs/qwen3_30b_a3b_pp2_ep4.toml"
+LATENT = "configs/deepseek_v2_lite_pp2_ep4.toml"
 _ONE = ("parallel.pp=1", "parallel.dp=1", "parallel.ep=1", "parallel.in_flight=0")
-_LAYER = ("model.n_layers=1", "model.first_dense_layers=0")
-_ON_CPU = {MODEL: "configs/quickstart.toml", EXPERTS: "configs/quickstart_moe.toml"}
+_LAYER = (*_ONE, "model.n_layers=1", "model.first_dense_layers=0")
+_ON_CPU = {
+    MODEL: "configs/quickstart.toml",
+    EXPERTS: "configs/quickstart_moe.toml",
+    LATENT: "configs/quickstart_deepseek.toml",
+}
 _TINY = (
     *_ONE, "model.n_layers=2", "train.seq_len=64", "train.grad_accum_steps=2",
     "train.compute_dtype=bfloat16", "runtime.cpu_devices=1",
@@ -34,6 +39,11 @@ class Item(NamedTuple):
 def list_items(*, cpu: bool) -> tuple[Item, ...]:
     """Return all items for one GPU; with `cpu`, the same items at tiny sizes on the CPU."""
 
+    def layer(experts: int, *words: str, config: str) -> tuple[str, ...]:
+        """A layer with the experts of one device of four, which get as many rows as there."""
+        sizes = (*_LAYER, f"model.n_experts={experts}", *words)
+        return bench("ops", *sizes, "--layers", "1", config=config)
+
     def bench(what: str, *words: str, config: str = MODEL) -> tuple[str, ...]:
         options = {"ops": ("--repeats", "1"), "train": ("--steps", "2")}.get(what, ())
         if not cpu:
@@ -57,10 +67,12 @@ def list_items(*, cpu: bool) -> tuple[Item, ...]:
         Item("ops-fp8", "F, B, W of a layer in fp8", bench("ops", fp8)),
         Item("two-ranks", "two pipeline ranks, where there are two GPUs",
              bench("train", selective, *two)),
-        Item("experts", "a layer of 128 experts",
-             bench("ops", *_LAYER, *_ONE, "--layers", "1", config=EXPERTS)),
-        Item("packed", "rows of documents",
-             bench("train", selective, "data.packing=best_fit")),
+        Item("experts", "a layer of 32 experts", layer(32, config=EXPERTS)),
+        Item("experts-grouped", "the same without a capacity",
+             layer(32, "model.capacity_factor=0", config=EXPERTS)),
+        Item("latent", "a layer of latent attention and 16 experts", layer(16, config=LATENT)),
+        Item("packed", "rows of at most 32 documents",
+             bench("train", selective, "data.packing=best_fit", "data.max_documents=32")),
         Item("long", "attention over 32,768 tokens", bench("ops", *long, "--layers", "1")),
         Item("tests", "the tests that need a GPU",
              ("pytest", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"), 300,
