@@ -8,7 +8,7 @@ import pytest
 from compare import assert_same
 from kinds import layer_params, mixed
 from legal import near
-from programs import eqns_of
+from programs import eqns_of, executed_flops
 from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.parallel import StageLayout, make_mesh
@@ -93,6 +93,19 @@ def test_the_program_does_not_grow_with_layers():
         traced = jax.jit(pipeline.losses_and_gradients).trace(params, batch)
         sizes[layers] = len(traced.lower().as_text().splitlines())
     assert sizes[12] == sizes[3]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b"])
+def test_a_loop_multiplies_as_much_as_unrolled_layers(name):
+    """On each rank of a step, by the products that its branches execute."""
+    found = {}
+    for unroll in (1, 4):
+        pipeline, layout, params, _, batch = looped(name, (4,), unroll=unroll)
+        assert max(map(len, layout.runs)) == (4 if unroll == 1 else 1)
+        trace = jax.jit(pipeline.losses_and_gradients).trace(params, batch)
+        found[unroll] = [executed_flops(trace, pipeline.tables, rank) for rank in range(2)]
+    assert found[1] == found[4]
+    assert min(found[1]) > 0
 
 
 def test_an_iteration_has_as_many_layers_as_it_is_given():
