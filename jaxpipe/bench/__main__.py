@@ -15,13 +15,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from jaxpipe.bench import clockwork, correct, costs, report, step, train
+from jaxpipe.bench import clockwork, correct, ops, report, step, train
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import ConfigError
 from jaxpipe.schedule import ScheduleError
 
 _COMMANDS = {
-    "ops": costs,
+    "ops": ops,
     "correct": correct,
     "train": train,
     "report": report,

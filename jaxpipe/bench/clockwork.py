@@ -16,24 +16,21 @@ Several processes may share a core: on a machine with other work, give the comma
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import msgspec
 
 from jaxpipe.bench import options
-from jaxpipe.bench.processes import ProcessGroup, processor_name
+from jaxpipe.bench.processes import ProcessGroup, list_programs, processor_name
 from jaxpipe.bench.sleeping import SleepingStep
 from jaxpipe.bench.variants import PEERS
 from jaxpipe.config import ConfigError
 from jaxpipe.schedule import ScheduleVariant, find_family, lower, simulate
 
-_PEER = Path(__file__).parent / "peers" / "torch_clockwork.py"
 # Live microbatches per rank of the variants that run forwards ahead: more than 1F1B needs.
 _AHEAD = {"1f1b": lambda ranks: 2 * ranks - 1, "dualpipev": lambda ranks: 2 * ranks}
 _DEFAULT = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipev")
@@ -88,16 +85,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of one microbatch on one rank (0.02 0.023 0.017)")  # fmt: skip
     add("--steps", type=int, default=3, help="measured of each (3)")
     add("--fused-steps", type=int, default=1, metavar="N", help="that overlap, in each (1)")
-    add("--torch", metavar="PYTHON", help="a Python with torch, to measure PyTorch as well")
+    options.add_torch(parser)
     options.add_out(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure every schedule at every number of ranks, and print a table."""
     _check(arguments)
-    programs = {"jaxpipe": [sys.executable, "-m", "jaxpipe.bench.sleeping"]}
-    if arguments.torch:
-        programs["torch"] = [arguments.torch, str(_PEER)]
+    programs = list_programs("jaxpipe.bench.sleeping", arguments.torch, "torch_clockwork.py")
     machine = f"{os.cpu_count()} cores of {processor_name()}"
     result = options.provenance(arguments) | {"machine": machine}
     measured = []
@@ -128,8 +123,9 @@ def _measure_variant(
     arguments: argparse.Namespace,
     groups: dict[str, ProcessGroup],
 ) -> ClockworkSteps:
-    work = variant_work(variant, ranks, ranks * arguments.rounds, arguments.seconds)
-    work = replace(work, steps=arguments.fused_steps)
+    work = SleepingStep(
+        variant, ranks, ranks * arguments.rounds, *arguments.seconds, arguments.fused_steps
+    )
     ours, peer, name = groups["jaxpipe"], PEERS.get(variant.family), variant.label
     ours.ask("build", name=name, work=asdict(work))
 
@@ -147,14 +143,6 @@ def _measure_variant(
         name, ranks, work.microbatches, work.seconds, transfer, predicted, measured, torch,
         work.steps,
     )  # fmt: skip
-
-
-def variant_work(
-    variant: ScheduleVariant, ranks: int, microbatches: int, seconds: Sequence[float]
-) -> SleepingStep:
-    """Return the step of a variant; `seconds` are those of F, B and W per microbatch and rank."""
-    more = {"virtual_stages": variant.virtual_stages} if variant.virtual_stages else {}
-    return SleepingStep(variant.family, ranks, microbatches, *seconds, variant.in_flight, more)
 
 
 def _list_variants(arguments: argparse.Namespace, ranks: int) -> Iterator[ScheduleVariant]:
@@ -185,6 +173,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--fused-steps with --torch: PyTorch's steps do not overlap; leave one out."
         )
+    options.check_torch(arguments.torch)
     if min(arguments.ranks) < 2:
         raise ConfigError(f"--ranks {min(arguments.ranks)} must be at least 2.")
     if min(arguments.seconds) <= 0:

@@ -2,6 +2,7 @@
 
 import argparse
 import platform
+import shutil
 from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import version
@@ -27,6 +28,19 @@ def add_config(parser: argparse.ArgumentParser, example: str) -> None:
 def add_out(parser: argparse.ArgumentParser) -> None:
     """Add `--out`, the JSON file of the results."""
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="where to write the results")
+
+
+def add_torch(parser: argparse.ArgumentParser) -> None:
+    """Add `--torch`, the Python of PyTorch's processes."""
+    parser.add_argument(
+        "--torch", metavar="PYTHON", help="a Python with torch, to measure PyTorch as well"
+    )
+
+
+def check_torch(python: str | None) -> None:
+    """Raise `ConfigError` if the Python of PyTorch's processes cannot be started."""
+    if python and not shutil.which(python):
+        raise ConfigError(f"--torch {python} cannot be started: give a Python with torch.")
 
 
 def check_out(path: Path | None) -> None:

@@ -1,16 +1,21 @@
 """Groups of processes, each pinned to one core, that take commands as JSON lines."""
 
 import json
+import logging
 import os
 import platform
 import socket
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
-from mmap import PAGESIZE
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+logger = logging.getLogger(__name__)
+QUIET = 0.06  # share of a core that other processes may use during a step that is kept
+_TRIES = 3  # runs of a step that other processes disturb
 _TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # /proc's ticks per second
 # A process keeps its freed memory: a virtual machine may give freed pages to others between two
 # steps, and faulting them in again takes up to a fifth of a step, which consecutive steps of a
@@ -28,8 +33,6 @@ class BenchError(RuntimeError):
 class ProcessGroup:
     """The processes of one program, pinned to cores round-robin; leaving the context kills them.
 
-    Freed memory stays with the processes until `rest`.
-
     Args:
         name: for errors.
         program: command line; each process gets one more argument, a JSON object with `rank`,
@@ -38,7 +41,7 @@ class ProcessGroup:
     """
 
     def __init__(self, name: str, program: Sequence[str], size: int):
-        self.name, self._rests = name, True
+        self.name = name
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -65,7 +68,6 @@ class ProcessGroup:
         Raises:
             BenchError: a process has ended.
         """
-        self._rests = False
         for process in self._processes:
             try:
                 print(json.dumps({"do": do, **command}), file=process.stdin, flush=True)
@@ -78,25 +80,11 @@ class ProcessGroup:
         answers = self.ask("step", name=name, **how)
         return max(a["end"] for a in answers) - min(a["begin"] for a in answers)
 
-    def rest(self) -> None:
-        """Return freed memory to the system if a command was sent since the last `rest`."""
-        if not self._rests:
-            self.ask("rest")
-        self._rests = True
-
     def cpu_seconds(self) -> float:
         """Return the CPU seconds that the processes have used so far."""
-        return sum(user + system for _, user, system in self._counts()) / _TICK
-
-    def fresh_bytes(self) -> int:
-        """Return the bytes of memory that the processes have faulted in so far."""
-        return sum(faults for faults, _, _ in self._counts()) * PAGESIZE
-
-    def _counts(self) -> list[tuple[int, int, int]]:
-        """Return minor page faults, user ticks and system ticks of each process."""
         stats = (Path(f"/proc/{process.pid}/stat").read_text() for process in self._processes)
         fields = (stat.rpartition(")")[2].split() for stat in stats)
-        return [(int(each[7]), int(each[11]), int(each[12])) for each in fields]
+        return sum(int(each[11]) + int(each[12]) for each in fields) / _TICK  # user and system
 
     def __enter__(self) -> Self:
         return self
@@ -114,6 +102,62 @@ class ProcessGroup:
             last = (self._errors.read().strip().splitlines() or ["it printed nothing"])[-1]
             raise BenchError(f"a process of {self.name} ended before it answered: {last}")
         return [json.loads(line) for line in lines]
+
+
+def list_programs(worker: str, torch: str | None, peer: str) -> dict[str, list[str]]:
+    """Return the command lines of the processes of each framework.
+
+    Args:
+        worker: jaxpipe's module.
+        torch: a Python with torch; None: PyTorch is not measured.
+        peer: file of PyTorch's program in `peers`.
+    """
+    programs = {"jaxpipe": [sys.executable, "-m", worker]}
+    if torch:
+        programs["torch"] = [torch, str(Path(__file__).parent / "peers" / peer)]
+    return programs
+
+
+def run_undisturbed(
+    groups: Iterable[ProcessGroup], name: str, step: Callable[[], Any], patience: float = 30.0
+) -> Any:
+    """Return the result of a run of `step` that no other process disturbed.
+
+    Args:
+        groups: all processes of the measurement; CPU time of any other process is a disturbance.
+        name: of the step, for the log.
+        step: runs it.
+        patience: longest wait for a quiet machine before each attempt [s].
+
+    Returns:
+        What `step` returns; None if every attempt was disturbed.
+    """
+    groups = tuple(groups)
+
+    def others() -> float:
+        """CPU seconds of other processes since boot, but for a constant."""
+        own = time.process_time() + sum(group.cpu_seconds() for group in groups)
+        return machine_busy_seconds() - own
+
+    for _ in range(_TRIES):
+        _wait_for_quiet(others, patience)
+        begin, before = time.monotonic(), others()
+        result = step()
+        share = (others() - before) / (time.monotonic() - begin)
+        logger.info("%s: %s; others used %.3f of a core", name, result, share)
+        if share < QUIET:
+            return result
+    return None
+
+
+def _wait_for_quiet(others: Callable[[], float], patience: float) -> None:
+    """Wait until other processes use little CPU for half a second, or patience ends."""
+    limit = time.monotonic() + patience
+    while time.monotonic() < limit:
+        before = others()
+        time.sleep(0.5)
+        if others() - before < QUIET / 2:
+            return
 
 
 def processor_name() -> str:

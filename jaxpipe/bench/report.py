@@ -1,9 +1,9 @@
 """`bench report`: every measurement for one machine, most valuable first.
 
 Each item is a command in a separate process, which is killed after a limit of seconds. The JSON
-file and its table (`.md`) are complete at every moment and contain all results so far, also when a
-signal or the limit of `--minutes` ends the report; the same command continues it. The table shows
-the error of an item that fails, and the report goes on with the next item.
+file is complete at every moment and contains all results so far, also when a signal or the limit of
+`--minutes` ends the report; the same command continues it. At the end it prints a table, with the
+error of an item that failed.
 """
 
 import argparse
@@ -23,25 +23,13 @@ from typing import Any, TextIO
 import msgspec
 
 from jaxpipe.bench.items import Item, list_items
-from jaxpipe.bench.options import check_out, markdown_table
+from jaxpipe.bench.options import check_out, markdown_table, write_json
 from jaxpipe.bench.processes import BenchError, processor_name
 from jaxpipe.config import ConfigError
 
 _LISTED = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "numpy", "tokamax")
 _COLUMNS = (
-    "what", "precision", "remat", "tokens/s a GPU", "TFLOP/s a GPU", "MFU", "peak GiB", "source",
-)  # fmt: skip
-_H100S = "Llama-3 8B on 8 H100s"
-_PUBLISHED = (  # dense models of 7 to 8 billion parameters; FLOPs without recomputation
-    (f"torchtitan, {_H100S}", "bf16", "", "6,667", "", "33.0%", "",
-     "benchmarks/llama3_h100_202412, which says 33 to 39 % MFU"),
-    (f"torchtitan, {_H100S}", "fp8", "", "8,532", "", "", "", "the same"),
-    ("torchtitan, Llama-3 8B on H200s", "fp8", "", "10,938", "", "", "", "its benchmarks"),
-    (f"Megatron-Bridge 25.11, {_H100S}", "fp8", "", "14,451", "744", "", "",
-     "docs/performance-summary-archive.md"),
-    ("swiss-ai Megatron, 8B", "bf16", "", "", "413", "42.0%", "",
-     "its repository, which says 413 to 430 TFLOP/s"),
-    ("KempnerForge, 7B on one H200", "bf16", "full", "", "", "57.8%", "", "its repository"),
+    "step", "precision", "remat", "tokens/s a GPU", "TFLOP/s a GPU", "MFU", "peak GiB",
 )  # fmt: skip
 _ERROR = re.compile(r"([\w.]*(Error|Exception)|error): ")
 
@@ -73,12 +61,10 @@ class ReportResult(msgspec.Struct):
     running: str = ""
 
     def write(self, path: Path) -> None:
-        """Write the JSON file and its Markdown table, each replaced atomically."""
-        encoded = msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
-        for name, text in ((path.with_suffix(".md"), table(self)), (path, f"{encoded}\n")):
-            fresh = name.with_name(f"{name.name}.new")
-            fresh.write_text(text)
-            fresh.replace(name)
+        """Write the JSON file, which is replaced atomically."""
+        fresh = path.with_name(f"{path.name}.new")
+        write_json(self, fresh)
+        fresh.replace(path)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -195,7 +181,7 @@ def _versions() -> dict[str, str]:
 
 
 def table(result: ReportResult) -> str:
-    """Return Markdown: steps together with published figures, then the outcome of every item."""
+    """Return Markdown: the steps, then the outcome of every item."""
     steps = [
         _step_cells(name, outcome.found)
         for name, outcome in result.items.items()
@@ -208,7 +194,7 @@ def table(result: ReportResult) -> str:
     jax = ", ".join(f"{k} {v}" for k, v in result.versions.items() if k in ("Python", "jax"))
     parts = [
         f"{result.date}, {result.machine}; {jax}. `{result.command}`",
-        markdown_table(_COLUMNS, [*steps, *_PUBLISHED]),
+        markdown_table(_COLUMNS, steps) if steps else "",
         markdown_table(("item", "seconds", "result"), every) if every else "",
         f"Cut off in `{result.running}`." if result.running else "",
     ]
@@ -218,10 +204,10 @@ def table(result: ReportResult) -> str:
 def _step_cells(name: str, figures: dict[str, Any]) -> tuple[str, ...]:
     memory, mfu = figures["peak_memory_bytes"], figures["mfu"]
     return (
-        f"here: {name}", figures["precision"], figures["remat"],
+        name, figures["precision"], figures["remat"],
         f"{figures['tokens_per_second_per_device']:,.0f}",
         f"{figures['flops_per_second_per_device'] / 1e12:,.3g}",
-        f"{mfu:.1%}" if mfu else "", f"{memory / 2**30:.1f}" if memory else "", "this report",
+        f"{mfu:.1%}" if mfu else "", f"{memory / 2**30:.1f}" if memory else "",
     )  # fmt: skip
 
 

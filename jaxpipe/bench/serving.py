@@ -4,7 +4,6 @@ A command is a line of JSON, such as `{"do": "step", "name": key}`, and so is it
 of the machine's monotonic clock, which all processes share.
 """
 
-import ctypes
 import json
 import os
 import sys
@@ -36,12 +35,6 @@ class StepWorker:
     def drop(self, name: str) -> dict[str, Any]:
         """Delete a step and its state."""
         del self.steps[name]
-        return {}
-
-    def rest(self) -> dict[str, Any]:
-        """Return freed memory to the system if the C library has `malloc_trim`."""
-        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-            libc.malloc_trim(0)
         return {}
 
 

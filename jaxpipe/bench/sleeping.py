@@ -5,7 +5,7 @@ runs it once; `"step"` runs it, and with `"asleep": false` runs it without sleep
 """
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,7 +19,15 @@ from jaxpipe.bench.worker import connect
 from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
 from jaxpipe.parallel import batch_spec, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline
-from jaxpipe.schedule import Costs, Lockstep, Schedule, build, find_family, fuse_steps
+from jaxpipe.schedule import (
+    Costs,
+    Lockstep,
+    Schedule,
+    ScheduleVariant,
+    build,
+    find_family,
+    fuse_steps,
+)
 from jaxpipe.schedule.scan import optimize_pace
 
 Tree = Any
@@ -33,24 +41,20 @@ class SleepingStep:
     """A step to measure: a schedule, and the seconds that its ops sleep.
 
     Attributes:
-        family: of the schedule.
+        variant: of the schedule: its family, stages per rank and limit on live microbatches.
         ranks: of the pipeline.
         microbatches: of each step.
         F, B, W: seconds per microbatch and rank, divided equally among the rank's stages.
-        in_flight: limit on live microbatches per rank; None: that of the schedule.
-        options: further arguments of `build`.
         steps: number of fused steps (see `fuse_steps`): each starts while the one before it ends,
             and updates take no time.
     """
 
-    family: str
+    variant: ScheduleVariant
     ranks: int
     microbatches: int
     F: float
     B: float
     W: float
-    in_flight: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)
     steps: int = 1
 
     @property
@@ -61,7 +65,7 @@ class SleepingStep:
     @cached_property
     def lockstep(self) -> Lockstep:
         """Lockstep with phased permutes if possible and shorter: a rank waits for one neighbour."""
-        unphased = replace(_ON_CPUS, in_flight=self.in_flight)
+        unphased = replace(_ON_CPUS, in_flight=self.variant.in_flight)
         if self.steps > 1:
             return unphased
         free = replace(unphased, synchronizes_all=False)
@@ -71,12 +75,11 @@ class SleepingStep:
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule; a searched family is searched for these costs."""
-        sizes = {"pp": self.ranks, "microbatches": self.microbatches}
-        ops = Costs(F=self.F, B=self.B, W=self.W)
-        how: dict[str, Any] = {}
-        if find_family(self.family).is_searched:
-            how = {"costs": ops, "lockstep": _ON_CPUS}
-        one = build(self.family, **sizes, **how, **self.options)
+        family, stages = self.variant.family, self.variant.virtual_stages
+        how: dict[str, Any] = {"virtual_stages": stages} if stages else {}
+        if find_family(family).is_searched:
+            how |= {"costs": Costs(F=self.F, B=self.B, W=self.W), "lockstep": _ON_CPUS}
+        one = build(family, pp=self.ranks, microbatches=self.microbatches, **how)
         return one if self.steps == 1 else fuse_steps(one, self.steps)
 
     @property
@@ -93,7 +96,7 @@ class SleepWorker(StepWorker):
 
     def build(self, name: str, work: dict[str, Any]) -> dict[str, Any]:
         """Compile a step of the given `SleepingStep` fields and run it once."""
-        todo = SleepingStep(**work)
+        todo = SleepingStep(**work | {"variant": ScheduleVariant(*work["variant"])})
         mesh = make_mesh(pp=todo.ranks)
         pipeline = Pipeline(
             self.functions(todo.costs), todo.schedule, mesh, (1,) * todo.schedule.stages,

@@ -16,7 +16,6 @@ All steps take turns in rounds. A step is repeated if other processes used over 
 import argparse
 import logging
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -30,15 +29,19 @@ import msgspec
 
 from jaxpipe import config as configs
 from jaxpipe.bench import options, variants
-from jaxpipe.bench.processes import BenchError, ProcessGroup, processor_name
+from jaxpipe.bench.processes import (
+    BenchError,
+    ProcessGroup,
+    list_programs,
+    processor_name,
+    run_undisturbed,
+)
 from jaxpipe.bench.results import MeasuredStep, table
-from jaxpipe.bench.rounds import Runner
 from jaxpipe.bench.variants import PP, data_parallel_config, schedule_config, single_config
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning import OpSeconds, resolve
 from jaxpipe.planning.checks import check_settings
 
-_PEER = Path(__file__).parent / "peers" / "torch_pipeline.py"
 _AGREE = 1e-4  # losses of both frameworks, relative
 
 
@@ -51,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--microbatches", nargs="+", type=int, default=[8, 16], metavar="M", help="of a step")
     add("--rounds", type=int, default=3, help="number of times every step is run (3)")
     add("--patience", type=float, default=30, help="longest wait for a quiet machine, seconds (30)")
-    add("--torch", metavar="PYTHON", help="a Python with torch, to measure PyTorch as well")
+    options.add_torch(parser)
     options.add_out(parser)
 
 
@@ -91,16 +94,15 @@ class _Bench:
         self.arguments, self.config, self.directory = arguments, config, directory
         self.ops: list[dict[str, Any]] = []
         self.steps: list[MeasuredStep] = []
-        self.program = [sys.executable, "-m", "jaxpipe.bench.worker"]
-        programs = {"jaxpipe": self.program}
-        if arguments.torch:
-            programs["torch"] = [arguments.torch, str(_PEER)]
+        programs = list_programs("jaxpipe.bench.worker", arguments.torch, "torch_pipeline.py")
         self.groups = {
             name: stack.enter_context(ProcessGroup(name, program, size))
             for framework, program in programs.items()
             for name, size in ((f"{framework} single", 1), (framework, PP))
         }
-        self.runner = Runner(tuple(self.groups.values()), arguments.patience)
+        self.undisturbed = partial(
+            run_undisturbed, self.groups.values(), patience=arguments.patience
+        )
 
     def measure(self, microbatches: int) -> None:
         """Build every step, check its losses, then measure all steps in rounds."""
@@ -109,7 +111,7 @@ class _Bench:
         costs.write_bytes(msgspec.json.encode({"seconds": seconds}))
         steps = []
         for step, build in self._builds(microbatches, costs):
-            answers = self._wake(step).ask("build", name=step.label, **build)
+            answers = self._group(step).ask("build", name=step.label, **build)
             step.losses = max(answer["losses"] for answer in answers)  # 0 on ranks without a head
             step.compile = max((a["compile"] for a in answers if "compile" in a), default=None)
             steps.append(step)
@@ -119,18 +121,18 @@ class _Bench:
             self._round(number, steps, costs)
             print(f"round {number + 1} of M={microbatches} done", file=sys.stderr, flush=True)
         for step in steps:
-            self._wake(step).ask("drop", name=step.label)
+            self._group(step).ask("drop", name=step.label)
 
     def _round(self, number: int, steps: Sequence[MeasuredStep], costs: Path) -> None:
         """Run all steps once; the ops before and after a step predict its seconds."""
         before = None
         for step in steps:
-            timing = self.runner.run(step.label, partial(self._run, step))
+            timing = self.undisturbed(step.label, partial(self._run, step))
             if timing:
                 step.seconds[number], step.busy[number] = timing
             if step.framework == "torch" or step.name == "single":
                 continue
-            after = self.runner.run(f"ops after {step.label}", self._time_ops)
+            after = self.undisturbed(f"ops after {step.label}", self._time_ops)
             self.ops += [after] if after else []
             if before and after and step.name != "data parallel":
                 config = schedule_config(self.config, step.name, step.microbatches, costs)
@@ -139,7 +141,7 @@ class _Bench:
 
     def _run(self, step: MeasuredStep) -> tuple[float, float]:
         """Return the seconds of a step, and the CPU seconds of its processes together."""
-        group = self._wake(step)
+        group = self._group(step)
         before = group.cpu_seconds()
         return group.step_seconds(step.label), group.cpu_seconds() - before
 
@@ -161,8 +163,7 @@ class _Bench:
             yield step("jaxpipe", name, kind="trained", config=config)
         if self.arguments.torch:
             values = str(self.directory / f"values-{microbatches}.npz")
-            with ProcessGroup("values", self.program, 1) as group:
-                group.ask("export", path=values, config=single)
+            self.groups["jaxpipe single"].ask("export", path=values, config=single)
             yield step("torch", "single", schedule=None, config=single, values=values)
             for peer in dict.fromkeys(filter(None, map(variants.peer_of, names))):
                 yield step("torch", peer, schedule=peer, config=single, values=values)
@@ -170,16 +171,10 @@ class _Bench:
     def _time_ops(self) -> dict[str, Any]:
         """Return the seconds of ops, averaged over the ranks, which run them at the same time."""
         config = schedule_config(self.config, "1f1b", self.arguments.microbatches[0])
-        group = self._wake(MeasuredStep("jaxpipe", "ops", 0))
-        return _mean(*group.ask("ops", config=msgspec.to_builtins(config)))
+        return _mean(*self.groups["jaxpipe"].ask("ops", config=msgspec.to_builtins(config)))
 
-    def _wake(self, step: MeasuredStep) -> ProcessGroup:
-        """Return a step's processes after all others returned their freed memory."""
-        awake = step.label if step.name == "single" else step.framework
-        for name, group in self.groups.items():
-            if name != awake:
-                group.rest()
-        return self.groups[awake]
+    def _group(self, step: MeasuredStep) -> ProcessGroup:
+        return self.groups[step.label if step.name == "single" else step.framework]
 
 
 def predict(config: Config, *ops: dict[str, Any]) -> float:
@@ -209,8 +204,7 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
     if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < PP:
         raise ConfigError(f"this needs Linux and {PP} processor cores.")
     options.check_positive(rounds=arguments.rounds)
-    if arguments.torch and not shutil.which(arguments.torch):
-        raise ConfigError(f"--torch {arguments.torch} cannot be started: give a Python with torch.")
+    options.check_torch(arguments.torch)
     options.check_out(arguments.out)
     for microbatches in arguments.microbatches:
         if microbatches % PP:

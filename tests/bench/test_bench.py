@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ from commands import start
 
 from jaxpipe import config as configs
 from jaxpipe.bench import __main__ as bench
-from jaxpipe.bench import costs, rounds, step, worker
+from jaxpipe.bench import ops, processes, step, worker
 from jaxpipe.bench.results import MeasuredStep
 from jaxpipe.bench.variants import (
     DEFAULT,
@@ -162,7 +163,7 @@ def test_ops_of_devices_that_share_layers_and_packed_sequences_in_slices():
     """On four devices at once, with a message to four others."""
     how = ("parallel.dp=2", "parallel.cp=2", "parallel.tp=2", "parallel.slices=2")
     config = small(*how, "parallel.sequence_parallel=true", "data.packing=best_fit")
-    found = costs.measure(config, 1, 1, 1.0)
+    found = ops.measure(config, 1, 1, 1.0)
     complete = msgspec.convert(found["seconds"], OpSeconds)
     assert min(complete.layer.F, complete.layer.B, complete.layer.W, complete.layer.BW) > 0
     assert min(complete.head, complete.embed, complete.embed_gradient, complete.transfer) > 0
@@ -171,10 +172,10 @@ def test_ops_of_devices_that_share_layers_and_packed_sequences_in_slices():
 
 
 def test_ops_without_the_devices_that_they_need():
-    part = costs.reduce_to_one_rank(small("parallel.tp=2"), 1)
+    part = ops.reduce_to_one_rank(small("parallel.tp=2"), 1)
     assert (part.parallel.tp, part.model.n_heads) == (1, 2)
     with pytest.raises(configs.ConfigError, match="there are 2: time ops on as many, or with"):
-        costs.reduce_to_one_rank(small("parallel.dp=2", "parallel.cp=2", "parallel.tp=2"), 2)
+        ops.reduce_to_one_rank(small("parallel.dp=2", "parallel.cp=2", "parallel.tp=2"), 2)
 
 
 @pytest.mark.versions
@@ -188,18 +189,6 @@ def test_steps_on_the_present_devices(tmp_path, capsys):
     assert found["least_seconds"] <= found["step_seconds"] <= found["most_seconds"]
     rate = 4 * 2 * 32 / found["step_seconds"] / 8
     assert found["tokens_per_second_per_device"] == pytest.approx(rate)
-
-
-class Processes:
-    """A stand-in for a group with given `/proc` counters."""
-
-    touched = 0
-
-    def cpu_seconds(self):
-        return 0.0
-
-    def fresh_bytes(self):
-        return self.touched
 
 
 @pytest.mark.slow
@@ -217,24 +206,22 @@ def test_steps_take_turns_and_are_written(tmp_path):
     assert "round 1 of M=2 done" in output
 
 
-def test_a_step_that_touches_new_memory_is_run_again(monkeypatch):
-    monkeypatch.setattr(rounds, "machine_busy_seconds", lambda: 0.0)  # no other load
-    group, takes, tried = Processes(), iter([2**30, 2**20, 2**30, 2**30, 2**30]), []
+def test_a_step_beside_other_work_is_run_again(monkeypatch):
+    others, takes, tried = [0.0], iter([9.0, 0.0, 9.0, 9.0, 9.0]), []
+    monkeypatch.setattr(processes, "machine_busy_seconds", lambda: time.process_time() + others[0])
 
     def turn():
         tried.append(next(takes))
-        group.touched += tried[-1]
-        return group.touched
+        others[0] += tried[-1]
+        return len(tried)
 
-    runner = rounds.Runner([group])
-    assert runner.run("soon", turn) == 2**30 + 2**20
-    assert len(tried) == 2
-    assert runner.run("never", turn) is None
+    assert processes.run_undisturbed((), "soon", turn, patience=0) == 2
+    assert processes.run_undisturbed((), "never", turn, patience=0) is None
     assert len(tried) == 5
 
 
 def test_a_device_of_a_tp_group_has_its_part_of_the_model():
-    part = costs.reduce_to_one_device(configs.load(SMALL, ["parallel.tp=2", "parallel.pp=2"]))
+    part = ops.reduce_to_one_device(configs.load(SMALL, ["parallel.tp=2", "parallel.pp=2"]))
     assert (part.model.n_heads, part.model.n_kv_heads, part.model.head_size) == (2, 1, 8)
     assert (part.model.d_ff, part.model.vocab_size, part.parallel.tp) == (32, 128, 1)
 

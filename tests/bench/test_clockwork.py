@@ -10,7 +10,8 @@ import pytest
 
 from jaxpipe.bench import __main__ as bench
 from jaxpipe.bench import sleeping
-from jaxpipe.bench.clockwork import ClockworkSteps, table, variant_work
+from jaxpipe.bench.clockwork import ClockworkSteps, table
+from jaxpipe.bench.sleeping import SleepingStep
 from jaxpipe.parallel import make_mesh
 from jaxpipe.schedule import ScheduleVariant, simulate
 
@@ -28,7 +29,7 @@ def test_every_op_sleeps_once_for_its_stage_and_microbatch(variant, monkeypatch)
     monkeypatch.setattr(
         sleeping, "make_mesh", lambda pp: make_mesh(pp=pp, devices=jax.devices()[:pp])
     )
-    work, slept = variant_work(variant, 2, 4, (F, B, W)), []
+    work, slept = SleepingStep(variant, 2, 4, F, B, W), []
     monkeypatch.setattr(time, "sleep", slept.append)
     worker = sleeping.SleepWorker()
     worker.build("step", asdict(work))
@@ -56,21 +57,20 @@ def test_processes_are_measured_beside_the_simulator(tmp_path, capsys):
 def test_neighbours_go_by_turns_where_that_is_shorter():
     """Sleeps then follow the clock of the scan in which a rank waits for one neighbour."""
     found = {
-        name: variant_work(ScheduleVariant(name), 4, 16, (F, B, W)).lockstep
+        name: SleepingStep(ScheduleVariant(name), 4, 16, F, B, W).lockstep
         for name in ("1f1b", "zbv")
     }
     assert (found["1f1b"].turns, found["1f1b"].synchronizes_all) == (2, False)
     assert (found["zbv"].turns, found["zbv"].synchronizes_all) == (1, True)
-    assert replace(
-        variant_work(ScheduleVariant("1f1b"), 4, 16, (F, B, W)), steps=2
-    ).lockstep.synchronizes_all
+    fused = SleepingStep(ScheduleVariant("1f1b"), 4, 16, F, B, W, steps=2)
+    assert fused.lockstep.synchronizes_all
 
 
 def test_steps_that_overlap_are_run_as_one(monkeypatch):
     monkeypatch.setattr(
         sleeping, "make_mesh", lambda pp: make_mesh(pp=pp, devices=jax.devices()[:pp])
     )
-    one, slept = variant_work(ScheduleVariant("zb_h2"), 2, 4, (F, B, W)), []
+    one, slept = SleepingStep(ScheduleVariant("zb_h2"), 2, 4, F, B, W), []
     work = replace(one, steps=3)
     monkeypatch.setattr(time, "sleep", slept.append)
     sleeping.SleepWorker().build("steps", asdict(work))
