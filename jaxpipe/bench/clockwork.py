@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measure every schedule at every number of ranks, and print a table."""
     _check(arguments)
-    programs = list_programs("jaxpipe.bench.sleeping", arguments.torch, "torch_clockwork.py")
+    programs = list_programs(arguments.torch)
     machine = f"{os.cpu_count()} cores of {processor_name()}"
     result = options.provenance(arguments) | {"machine": machine}
     measured = []
@@ -127,7 +127,7 @@ def _measure_variant(
         variant, ranks, ranks * arguments.rounds, *arguments.seconds, arguments.fused_steps
     )
     ours, peer, name = groups["jaxpipe"], PEERS.get(variant.family), variant.label
-    ours.ask("build", name=name, work=asdict(work))
+    ours.ask("build_sleeping", name=name, work=asdict(work))
 
     def steps(group: ProcessGroup, **how: Any) -> list[float]:
         return [group.step_seconds(name, **how) for _ in range(arguments.steps)]
@@ -137,7 +137,7 @@ def _measure_variant(
     predicted = simulate(work.schedule, costs, work.lockstep).scan_makespan
     measured, torch = steps(ours), []
     if "torch" in groups and peer and not variant.in_flight:
-        groups["torch"].ask("build", name=name, schedule=peer, work=asdict(work))
+        groups["torch"].ask("build_sleeping", name=name, schedule=peer, work=asdict(work))
         torch = steps(groups["torch"])
     return ClockworkSteps(
         name, ranks, work.microbatches, work.seconds, transfer, predicted, measured, torch,

@@ -104,17 +104,11 @@ class ProcessGroup:
         return [json.loads(line) for line in lines]
 
 
-def list_programs(worker: str, torch: str | None, peer: str) -> dict[str, list[str]]:
-    """Return the command lines of the processes of each framework.
-
-    Args:
-        worker: jaxpipe's module.
-        torch: a Python with torch; None: PyTorch is not measured.
-        peer: file of PyTorch's program in `peers`.
-    """
-    programs = {"jaxpipe": [sys.executable, "-m", worker]}
+def list_programs(torch: str | None) -> dict[str, list[str]]:
+    """Return the command lines of each framework's process; `torch` is a Python that has torch."""
+    programs = {"jaxpipe": [sys.executable, "-m", "jaxpipe.bench.worker"]}
     if torch:
-        programs["torch"] = [torch, str(Path(__file__).parent / "peers" / peer)]
+        programs["torch"] = [torch, str(Path(__file__).parent / "torch_worker.py")]
     return programs
 
 

@@ -1,10 +1,7 @@
-"""The process of one pipeline rank of `bench clockwork`: a pipeline whose layers sleep.
-
-`{"do": "build", "name": key, "work": ...}` with the fields of a `SleepingStep` compiles a step and
-runs it once; `"step"` runs it, and with `"asleep": false` runs it without sleeping.
-"""
+"""A pipeline whose layers sleep for given seconds instead of computing (`bench clockwork`)."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -14,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxpipe.bench.serving import StepWorker, serve
-from jaxpipe.bench.worker import connect
-from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
+from jaxpipe.contract import LayerKind, LayerOutput, StageFunctions
 from jaxpipe.parallel import batch_spec, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline
 from jaxpipe.schedule import (
@@ -89,67 +84,57 @@ class SleepingStep:
         return Costs(F=self.F * part, B=self.B * part, W=self.W * part)
 
 
-class SleepWorker(StepWorker):
-    """The process's compiled steps by name."""
+def compile_sleeping_step(todo: SleepingStep) -> Callable[..., None]:
+    """Return the compiled step as a function; with `asleep=False` its ops do not sleep."""
+    is_asleep = [True]
+    mesh = make_mesh(pp=todo.ranks)
+    pipeline = Pipeline(
+        _functions(todo.costs, is_asleep), todo.schedule, mesh, (1,) * todo.schedule.stages,
+        Execution(todo.lockstep),
+    )  # fmt: skip
+    layers = [{"w": np.ones((1, 1), np.float32)}] * todo.schedule.stages
+    stacked = pipeline.layout(0).stack(layers)
+    params = {"embed_head": {"scale": np.ones((1, 1), np.float32)}, "layers": stacked}
+    params = jax.tree.map(_put, params, pipeline.sharding.named_shardings(params))
+    inputs = np.ones((todo.schedule.microbatches, 1, 1), np.float32)
+    batch = {"inputs": _put(inputs, NamedSharding(mesh, batch_spec()))}
+    step = pipeline.step if todo.steps == 1 else partial(_run_with_updates, pipeline)
+    compiled = jax.jit(step).lower(params, batch).compile()
 
-    asleep = True
+    def run(*, asleep: bool = True) -> None:
+        is_asleep[0] = asleep
+        jax.block_until_ready(compiled(params, batch))
 
-    def build(self, name: str, work: dict[str, Any]) -> dict[str, Any]:
-        """Compile a step of the given `SleepingStep` fields and run it once."""
-        todo = SleepingStep(**work | {"variant": ScheduleVariant(*work["variant"])})
-        mesh = make_mesh(pp=todo.ranks)
-        pipeline = Pipeline(
-            self.functions(todo.costs), todo.schedule, mesh, (1,) * todo.schedule.stages,
-            Execution(todo.lockstep),
-        )  # fmt: skip
-        layers = [{"w": np.ones((1, 1), np.float32)}] * todo.schedule.stages
-        stacked = pipeline.layout(0).stack(layers)
-        params = {"embed_head": {"scale": np.ones((1, 1), np.float32)}, "layers": stacked}
-        params = jax.tree.map(_put, params, pipeline.sharding.named_shardings(params))
-        inputs = np.ones((todo.schedule.microbatches, 1, 1), np.float32)
-        batch = {"inputs": _put(inputs, NamedSharding(mesh, batch_spec()))}
-        step = pipeline.step if todo.steps == 1 else partial(_run_with_updates, pipeline)
-        compiled = jax.jit(step).lower(params, batch).compile()
+    return run
 
-        def run(*, asleep: bool = True) -> None:
-            self.asleep = asleep
-            jax.block_until_ready(compiled(params, batch))
 
-        self.steps[name] = run
-        return self.step(name)
+def _functions(costs: Costs, is_asleep: list[bool]) -> StageFunctions:
+    """Return a model of one layer kind whose F, B and W sleep for the given seconds."""
 
-    def functions(self, costs: Costs) -> StageFunctions:
-        """Return a model of one layer kind whose F, B and W sleep for the given seconds."""
-        slept_f, slept_b, slept_w = (partial(self._slept, of) for of in (costs.F, costs.B, costs.W))
-
-        @jax.custom_vjp
-        def product(w: jax.Array, x: jax.Array) -> jax.Array:
-            return slept_f(x @ w)
-
-        product.defvjp(
-            lambda w, x: (product(w, x), (w, x)),
-            lambda residuals, dy: (slept_w(residuals[1].T @ dy), slept_b(dy @ residuals[0].T)),
-        )
-
-        def layer(params: Tree, x: jax.Array, context: Context) -> LayerOutput:
-            return LayerOutput(product(params["w"], x))
-
-        return StageFunctions(
-            embed=lambda shared, rows: rows["inputs"] * shared["scale"],
-            kinds=LayerKind(layer),
-            head=lambda shared, x, rows: jnp.sum(x),
-            count=lambda rows: jnp.float32(rows["inputs"].size),
-        )
-
-    def _slept(self, seconds: float, x: jax.Array) -> jax.Array:
-        """Return x after a sleep of `seconds` that starts when x is available."""
+    def slept(seconds: float, x: jax.Array) -> jax.Array:
+        """Return x after a sleep that starts when x is available."""
 
         def sleep(x: jax.Array) -> np.ndarray:
-            if self.asleep:
+            if is_asleep[0]:
                 time.sleep(seconds)
             return np.asarray(x)
 
         return jax.pure_callback(sleep, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    @jax.custom_vjp
+    def product(w: jax.Array, x: jax.Array) -> jax.Array:
+        return slept(costs.F, x @ w)
+
+    product.defvjp(
+        lambda w, x: (product(w, x), (w, x)),
+        lambda kept, dy: (slept(costs.W, kept[1].T @ dy), slept(costs.B, dy @ kept[0].T)),
+    )
+    return StageFunctions(
+        embed=lambda shared, rows: rows["inputs"] * shared["scale"],
+        kinds=LayerKind(lambda params, x, context: LayerOutput(product(params["w"], x))),
+        head=lambda shared, x, rows: jnp.sum(x),
+        count=lambda rows: jnp.float32(rows["inputs"].size),
+    )
 
 
 def _run_with_updates(pipeline: Pipeline, params: Tree, batch: Tree) -> Tree:
@@ -167,7 +152,3 @@ def _run_with_updates(pipeline: Pipeline, params: Tree, batch: Tree) -> Tree:
 def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
     full = np.asarray(leaf)
     return jax.make_array_from_callback(full.shape, sharding, lambda index: full[index])
-
-
-if __name__ == "__main__":
-    serve(partial(connect, SleepWorker), jax.__version__)

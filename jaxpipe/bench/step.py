@@ -94,7 +94,7 @@ class _Bench:
         self.arguments, self.config, self.directory = arguments, config, directory
         self.ops: list[dict[str, Any]] = []
         self.steps: list[MeasuredStep] = []
-        programs = list_programs("jaxpipe.bench.worker", arguments.torch, "torch_pipeline.py")
+        programs = list_programs(arguments.torch)
         self.groups = {
             name: stack.enter_context(ProcessGroup(name, program, size))
             for framework, program in programs.items()

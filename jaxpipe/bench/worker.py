@@ -1,12 +1,11 @@
 """The process of one rank of a measurement: it reads commands and writes answers as JSON lines.
 
 `{"do": "build", "name": key, "kind": ..., "config": ...}` compiles a step and runs it twice,
-`"step"` runs it, `"ops"` times the ops, and so on.
+`"build_sleeping"` compiles a pipeline whose layers sleep, `"step"` runs a step, `"ops"` times the
+ops, and so on.
 """
 
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,9 +14,11 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.bench.serving import StepWorker, serve
+from jaxpipe.bench.sleeping import SleepingStep, compile_sleeping_step
 from jaxpipe.config import from_builtins
 from jaxpipe.contract import Aux, Context
 from jaxpipe.runtime.environment import use_cpu_devices
+from jaxpipe.schedule import ScheduleVariant
 from jaxpipe.training.batch_sharder import random_batch
 from jaxpipe.training.op_timers import OpTimer
 from jaxpipe.training.state import State
@@ -60,6 +61,12 @@ class BenchWorker(StepWorker):
 
         self.steps[name] = run
         return self.step_twice(name) | {"compile": seconds}
+
+    def build_sleeping(self, name: str, work: dict[str, Any]) -> dict[str, Any]:
+        """Compile a step of the given `SleepingStep` fields and run it once."""
+        variant = ScheduleVariant(*work["variant"])
+        self.steps[name] = compile_sleeping_step(SleepingStep(**work | {"variant": variant}))
+        return self.step(name)
 
     def ops(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return seconds of every op, of a tick's transfer and of a rank's update."""
@@ -114,14 +121,14 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     return Trainer.resolve(converted, jax.devices()[: converted.parallel.devices])
 
 
-def connect(kind: Callable[[], StepWorker], rank: int, size: int, port: int) -> StepWorker:
+def connect(rank: int, size: int, port: int) -> BenchWorker:
     """Return a worker with one CPU device, connected to the other processes."""
     use_cpu_devices(1)
     if size > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", size, rank)
-    return kind()
+    return BenchWorker()
 
 
 if __name__ == "__main__":
-    serve(partial(connect, BenchWorker), jax.__version__)
+    serve(connect, jax.__version__)

@@ -12,6 +12,7 @@ from jaxpipe.bench import __main__ as bench
 from jaxpipe.bench import sleeping
 from jaxpipe.bench.clockwork import ClockworkSteps, table
 from jaxpipe.bench.sleeping import SleepingStep
+from jaxpipe.bench.worker import BenchWorker
 from jaxpipe.parallel import make_mesh
 from jaxpipe.schedule import ScheduleVariant, simulate
 
@@ -31,8 +32,8 @@ def test_every_op_sleeps_once_for_its_stage_and_microbatch(variant, monkeypatch)
     )
     work, slept = SleepingStep(variant, 2, 4, F, B, W), []
     monkeypatch.setattr(time, "sleep", slept.append)
-    worker = sleeping.SleepWorker()
-    worker.build("step", asdict(work))
+    worker = BenchWorker()
+    worker.build_sleeping("step", asdict(work))
     part, times = 2 / work.schedule.stages, 4 * work.schedule.stages
     assert Counter(slept) == dict.fromkeys((F * part, B * part, W * part), times)
     assert sum(slept) == pytest.approx(2 * work.seconds)
@@ -73,7 +74,7 @@ def test_steps_that_overlap_are_run_as_one(monkeypatch):
     one, slept = SleepingStep(ScheduleVariant("zb_h2"), 2, 4, F, B, W), []
     work = replace(one, steps=3)
     monkeypatch.setattr(time, "sleep", slept.append)
-    sleeping.SleepWorker().build("steps", asdict(work))
+    BenchWorker().build_sleeping("steps", asdict(work))
     assert Counter(slept) == dict.fromkeys((F, B, W), 3 * 4 * 2)
     assert work.seconds == pytest.approx(3 * one.seconds)
     assert simulate(work.schedule).makespan < 3 * simulate(one.schedule).makespan

@@ -1,24 +1,21 @@
-"""jaxpipe's decoder under torch.distributed.pipelining: one rank, one thread, gloo.
+"""The process of one rank of a measurement of torch.distributed.pipelining: one thread, gloo.
 
 Imports nothing that needs jax and runs under any Python that has torch and numpy. `{"do": "build",
-"name": key, "schedule": class or null, "config": ..., "values": file}` prepares a step and runs it
-twice; for other commands see `serving.py`. The file has the initial parameters by name, and the
-batch. A step ends with AdamW.
+"name": key, "schedule": class or null, "config": ..., "values": file}` prepares a step of jaxpipe's
+decoder, which ends with AdamW, and runs it twice; the file has the initial parameters by name, and
+the batch. `"build_sleeping"` prepares a step of modules that sleep. For other commands see
+`serving.py`.
 """
 
-import sys
-from functools import partial
-from pathlib import Path
+import time
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from serving import StepWorker, serve  # beside this file
 from torch import nn
 from torch.distributed import pipelining
-
-sys.path.append(str(Path(__file__).parents[1]))
-from serving import StepWorker, serve
 
 
 class TorchLayer(nn.Module):
@@ -103,16 +100,56 @@ class TorchStage(nn.Module):
         return self.head(self.layers(self.embed(x)))
 
 
-class RankWorker(StepWorker):
+class SleepingIdentity(torch.autograd.Function):
+    """The identity, whose backward pass sleeps for `seconds`."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):
+        """Return a view of x."""
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        """Return dy after the sleep."""
+        time.sleep(ctx.seconds)
+        return dy, None
+
+
+class SleepingStage(nn.Module):
+    """A product whose forward, input gradient and weight gradient sleep for given seconds."""
+
+    def __init__(self, f, b, w):
+        super().__init__()
+        self.f, self.b, self.w = f, b, w
+        self.weight = nn.Parameter(torch.ones(1, 1))
+
+    def forward(self, x):
+        """`[1, 1] -> [1, 1]`."""
+        time.sleep(self.f)
+        return SleepingIdentity.apply(x, self.b) * SleepingIdentity.apply(self.weight, self.w)
+
+
+class TorchWorker(StepWorker):
     """One rank's prepared steps, by name."""
 
     def __init__(self, rank, size):
         super().__init__()
         self.rank, self.size = rank, size
 
+    def build_sleeping(self, name, schedule, work):
+        """Prepare a step of modules that sleep and run it once."""
+        run, _ = pipeline_step(
+            schedule, self.rank, self.size, work["microbatches"], lambda y, target: y.sum(),
+            lambda _, stages: SleepingStage(*(work[op] * self.size / stages for op in "FBW")),
+        )  # fmt: skip
+        x = torch.ones(work["microbatches"], 1)
 
-class TorchWorker(RankWorker):
-    """Training steps of a decoder."""
+        def step():
+            run(x, x)
+
+        self.steps[name] = step
+        return self.step(name)
 
     def build(self, name, schedule, config, values):
         """Prepare a step and run it twice; return both losses and the second's begin and end."""
@@ -208,13 +245,13 @@ def pipeline_step(schedule, rank, size, microbatches, loss_fn, module):
     return run, modules
 
 
-def connect(kind, rank, size, port):
+def connect(rank, size, port):
     """Return a worker of one thread, connected to the other processes."""
     torch.set_num_threads(1)
     if size > 1:
         dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    return kind(rank, size)
+    return TorchWorker(rank, size)
 
 
 if __name__ == "__main__":
-    serve(partial(connect, TorchWorker), torch.__version__)
+    serve(connect, torch.__version__)
