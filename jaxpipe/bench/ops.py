@@ -66,8 +66,7 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
     one_rank = reduce_to_one_rank(config, len(devices))
     sharing = one_rank.parallel.dp * one_rank.parallel.tp
     trainer = Trainer.resolve(one_rank, devices[:sharing])
-    turns = 2 if devices[0].platform == "cpu" else 8
-    seconds = op_seconds(trainer, layers=layers, turns=turns, repeats=repeats)
+    seconds = op_seconds(trainer, layers=layers, repeats=repeats)
     costs = costs_of(one_rank)
     seconds["transfer"] = costs.message / link
     has_neighbour = len(devices) >= 2 * sharing

@@ -80,15 +80,13 @@ def run(arguments: argparse.Namespace) -> None:
     """Run every item without a successful outcome, and print the table."""
     out = arguments.out
     check_out(out)
-    if out.suffix != ".json":
-        raise ConfigError(f"--out {out}: give a name that ends in .json.")
     every = list_items(cpu=arguments.cpu)
     unknown = set(arguments.items or ()) - {item.name for item in every}
     if unknown:
         names = ", ".join(item.name for item in every)
         raise ConfigError(f"--items {', '.join(sorted(unknown))}: use some of {names}.")
     result = _resume_or_start(out, arguments)
-    signal.signal(signal.SIGTERM, _interrupted)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     last = time.monotonic() + 60 * arguments.minutes
     try:
         for item in every:
@@ -112,10 +110,6 @@ def _resume_or_start(out: Path, arguments: argparse.Namespace) -> ReportResult:
         if (before.machine, before.versions) == (machine, versions):
             return before
     return ReportResult(date.today().isoformat(), arguments.line, machine, versions)
-
-
-def _interrupted(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _measure(item: Item, result: ReportResult, write: Callable[[], None]) -> None:

@@ -57,8 +57,7 @@ def measure(plan: RunPlan) -> tuple[RunPlan, str]:
 
 
 def _measure_ops(trainer: Trainer) -> OpSeconds:
-    turns = 2 if trainer.mesh.devices.flat[0].platform == "cpu" else 8
-    seconds = op_seconds(trainer, turns=turns, repeats=_REPEATS)
+    seconds = op_seconds(trainer, repeats=_REPEATS)
     transfer = 0.0
     if trainer.config.parallel.pp > 1:
         timer = TransferTimer(trainer)

@@ -40,13 +40,14 @@ _OF_LAYER = ("F", "B", "W", "BW")
 _OF_ENDS = ("head", "embed", "embed_gradient")
 
 
-def op_seconds(trainer: Trainer, *, layers: int = 1, turns: int = 2, repeats: int = 5) -> Tree:
+def op_seconds(trainer: Trainer, *, layers: int = 1, repeats: int = 5) -> Tree:
     """Median time of each op [s], in the form of `OpSeconds` without `transfer`.
 
     The times of `layer` are means over the model's layers; each kind is timed with `layers` layers
-    per iteration of a loop of `turns` iterations, `repeats` times. If embedding and head are
-    vocabulary-parallel over pp, their times are `pp` times those of a pipeline rank.
+    per iteration of a loop, `repeats` times. If embedding and head are vocabulary-parallel over pp,
+    their times are `pp` times those of a pipeline rank.
     """
+    turns = 2 if trainer.mesh.devices.flat[0].platform == "cpu" else 8
     kinds = trainer.model.functions.layer_kinds(trainer.config.model.pipeline_layers)
     of_kinds = []
     for kind in dict.fromkeys(kinds):

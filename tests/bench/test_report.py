@@ -127,7 +127,6 @@ def test_the_commands_of_a_report_can_be_read(cpu):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--out", "report.txt"], "give a name that ends in .json"),
         (["--out", "report.json", "--items", "ops", "rest"], "--items rest: use some of correct"),
         (["--out", "none/report.json"], "its folder is missing"),
         (["--out", "report.json"], "nvidia-smi finds no GPU"),
@@ -140,11 +139,6 @@ def test_bad_input_is_one_sentence(words, message, tmp_path, monkeypatch, capsys
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_the_signal_that_ends_a_report_interrupts_it():
-    with pytest.raises(KeyboardInterrupt):
-        report._interrupted(signal.SIGTERM, None)
 
 
 def test_each_kind_of_finding_has_its_words():
