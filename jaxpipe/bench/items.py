@@ -5,7 +5,10 @@ from typing import NamedTuple
 MODEL = "configs/llama3_8b_layers_1gpu.toml"
 EXPERTS = "configs/qwen3_30b_a3b_pp2_ep4.toml"
 LATENT = "configs/deepseek_v2_lite_pp2_ep4.toml"
-_ONE = ("parallel.pp=1", "parallel.dp=1", "parallel.ep=1", "parallel.in_flight=0")
+_ONE = (
+    "parallel.pp=1", "parallel.dp=1", "parallel.ep=1", "parallel.schedule=1f1b",
+    "parallel.in_flight=0",
+)  # fmt: skip
 _LAYER = (*_ONE, "model.n_layers=1", "model.first_dense_layers=0")
 _ON_CPU = {
     MODEL: "configs/quickstart.toml",
