@@ -40,8 +40,15 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=name)
 
 
 def links(text):
-    """Return the targets of the relative links and pictures of a text."""
-    return [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+    """Return the relative links and pictures of a text: the file and the section of each."""
+    found = re.findall(r"\]\(([^)\s]*?)(?:#([^)\s]+))?\)", text)
+    return [(file, section) for file, section in found if "://" not in file]
+
+
+def sections(text):
+    """Return the anchors of a page's headings, as GitHub names them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def spans(text):
@@ -69,8 +76,10 @@ def is_command(span):
 
 @every_page
 def test_links_lead_somewhere(page):
-    missing = [link for link in links(page.read_text()) if not (page.parent / link).exists()]
-    assert not missing
+    for file, section in links(page.read_text()):
+        target = page.parent / file if file else page
+        assert target.exists(), file
+        assert not section or section in sections(target.read_text()), f"{file}#{section}"
 
 
 @every_page
