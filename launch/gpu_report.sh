@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every measurement for one GPU, most valuable first, with published figures for comparison:
+# Every measurement for one GPU, most valuable first:
 # correctness, ops, steps, experts, packed and long rows. Needs Python 3.11 to 3.13 and a driver.
 #   ./launch/gpu_report.sh [--minutes 30] [--items NAME ...]    # into jaxpipe/bench/results/gpu.json
 #   ./launch/gpu_report.sh --cpu --out /tmp/report.json         # tiny sizes, to try the report
