@@ -31,8 +31,13 @@ from jaxpipe.bench.variants import PEERS
 from jaxpipe.config import ConfigError
 from jaxpipe.schedule import ScheduleVariant, find_family, lower, simulate
 
-# Live microbatches per rank of the variants that run forwards ahead: more than 1F1B needs.
-_AHEAD = {"1f1b": lambda ranks: 2 * ranks - 1, "dualpipev": lambda ranks: 2 * ranks}
+# Live microbatches per rank of the variants that run forwards ahead: more than 1F1B needs, and as
+# many as the others hold.
+_AHEAD = {
+    "1f1b": lambda ranks: 2 * ranks - 1,
+    "interleaved_1f1b": lambda ranks: 3 * ranks - 1,
+    "dualpipev": lambda ranks: 2 * ranks,
+}
 _DEFAULT = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipev")
 
 
@@ -150,9 +155,10 @@ def _list_variants(arguments: argparse.Namespace, ranks: int) -> Iterator[Schedu
     for name in arguments.schedules:
         family = find_family(name)
         in_chunks = family.needs_equal_rounds and family.placement == "loop"
-        yield ScheduleVariant(family.name, virtual_stages=2 if in_chunks else None)
+        in_order = ScheduleVariant(family.name, virtual_stages=2 if in_chunks else None)
+        yield in_order
         if family.name in _AHEAD:
-            yield ScheduleVariant(family.name, in_flight=_AHEAD[family.name](ranks))
+            yield in_order._replace(in_flight=_AHEAD[family.name](ranks))
 
 
 def _check(arguments: argparse.Namespace) -> None:

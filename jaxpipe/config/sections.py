@@ -90,8 +90,10 @@ class ParallelConfig(Section, kw_only=True):
     transfer_ticks: Literal[0, 1, 2] = 0
     # defer weight gradients of embedding and head to W of their stages; keeps logit gradients live
     defer_ends: bool = False
-    # limit on live microbatches per pipeline rank; 0: the schedule's; for 1f1b 2 pp - 1 hides the
-    # idle time of lockstep execution, but takes memory
+    # limit on live microbatches per pipeline rank, within which forwards run ahead of the
+    # schedule's order; 0: none does. For 1f1b 2 pp - 1 hides the idle time of lockstep execution,
+    # but takes memory; for interleaved_1f1b pp (virtual_stages + 1) - 1 does with transfer_ticks=1,
+    # in the memory that it needs anyway
     in_flight: Count = 0
     # layers of one kind in a row on a pipeline rank that the program spells out; if there are more,
     # it repeats so many in a loop and compiles as fast for any number. 0: 4 on CPU and where dp and
