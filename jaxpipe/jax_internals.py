@@ -5,6 +5,8 @@ the oldest, the current and the newest version.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import count
 from typing import Any, Literal
 
 import jax
@@ -85,6 +87,39 @@ def store_programs_if(accepts: Callable[[Any], bool]) -> None:
             store(key, module, executable, *args)
 
     compilation_cache.put_executable_and_time = store_accepted
+
+
+@cache  # once in a process
+def give_collectives_channels() -> None:
+    """Let jax give each collective of a program for CPUs a channel of its own.
+
+    XLA for CPUs runs at the same time what no data orders, such as a loop with collectives and a
+    collective beside it, and in another order on another device. It then knows a collective by its
+    kind, devices and channel. jax gives all channel 1: devices received the values of another
+    collective, waited for each other for ever, or aborted (jaxlib 0.12.0.1). On GPUs the order is
+    that of a stream.
+    """
+    from jax._src.interpreters import mlir as lowering
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects.stablehlo import ChannelHandle
+
+    lower = lowering.lower_jaxpr_to_module
+
+    def lower_with_channels(*args: Any, platforms: Sequence[str], **how: Any) -> Any:
+        lowered, numbers = lower(*args, platforms=platforms, **how), count(1)
+
+        def give_channel(operation: Any) -> Any:
+            if "channel_handle" in operation.attributes:
+                kind = mlir.DEVICE_TO_DEVICE_TYPE
+                operation.attributes["channel_handle"] = ChannelHandle.get(next(numbers), kind)
+            return ir.WalkResult.ADVANCE
+
+        if tuple(platforms) == ("cpu",):
+            with lowered.module.context:
+                lowered.module.operation.walk(give_channel)
+        return lowered
+
+    lowering.lower_jaxpr_to_module = lower_with_channels
 
 
 def distributed_state() -> Any:

@@ -1,14 +1,19 @@
 """What jaxpipe uses of jax's undocumented functions works with this version."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxpipe.jax_internals import (
     cudnn_attention,
     define_primitive,
     distributed_state,
+    give_collectives_channels,
     used_inputs,
 )
 
@@ -55,6 +60,27 @@ def test_an_output_needs_the_inputs_that_it_is_computed_from():
     closed = jax.make_jaxpr(lambda x, y: (x + 1, x * y))(1.0, 2.0)
     assert used_inputs(closed, [True, False]) == [True, False]
     assert used_inputs(closed, [False, True]) == [True, True]
+
+
+def test_collectives_of_a_program_for_cpus_have_different_channels():
+    """Two collectives that no data orders are otherwise one to XLA for CPUs."""
+    give_collectives_channels()
+
+    def collectives(x):
+        nested = lax.fori_loop(0, 3, lambda _, y: lax.all_gather(y, "i").sum(0), x)
+        exchanged = lax.all_to_all(x, "i", 0, 0), lax.ppermute(x, "i", [(0, 1), (1, 0)])
+        return nested, lax.all_gather(x, "i"), lax.psum(x, "i"), exchanged
+
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec("i")
+    mapped = jax.shard_map(collectives, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    traced = jax.jit(mapped).trace(jnp.ones(4))
+
+    def channels(platform):
+        return re.findall(r"handle = (\d+)", traced.lower(lowering_platforms=(platform,)).as_text())
+
+    assert channels("cpu") == ["1", "2", "3", "4", "5"]
+    assert channels("cuda") == ["1"] * 5
 
 
 def test_a_run_of_one_process_has_no_client():

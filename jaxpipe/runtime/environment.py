@@ -32,8 +32,10 @@ def use_cpu_devices(count: int) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {limit}".strip()
     import jax
 
+    from jaxpipe.jax_internals import give_collectives_channels
     from jaxpipe.runtime.collective_order import store_ordered_programs
 
+    give_collectives_channels()
     store_ordered_programs()
     jax.config.update("jax_platforms", "cpu")  # jax may already be imported: plans trace with it
     jax.config.update("jax_num_cpu_devices", count)
