@@ -21,10 +21,12 @@ from jaxpipe.partition.sequence import FULL_SEQUENCE, FullSequence, query_blocks
 
 # Maps attention probabilities `[B, H, L, S]` from the `query`-th query and `key`-th key; or None.
 OnShares = Callable[..., jax.Array] | None
+# Makes keys and values of the two arrays that a layer passes in their place, of any tokens.
+Expand = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class CachedKeys(NamedTuple):
-    """Keys and values of a sequence's tokens so far, with sequence slices.
+    """Keys and values of a sequence's tokens so far, or what they are made of, with slices.
 
     Attributes:
       keys_BSGK, values_BSGK: buffers for all S tokens; what comes after the tokens so far is not
@@ -51,20 +53,18 @@ class CausalAttention:
       kernel: "xla" for plain matrix products, "cudnn" for cuDNN's fused kernel.
       window: number of last tokens that a query attends to, its own included; 0: all.
       documents: most documents in a packed row; 0: a row is one text.
-      gathered: whether a layer that `gathers` passes the keys and values of all devices' tokens.
     """
 
     sequence: FullSequence = FULL_SEQUENCE
     kernel: Literal["xla", "cudnn"] = "xla"
     window: int = 0
     documents: int = 0
-    gathered: bool = False
 
     def __call__(
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array,
         past: CachedKeys | None = None,
         on_shares: OnShares = None, documents: RowDocuments | None = None,
-        sink_H: jax.Array | None = None,
+        sink_H: jax.Array | None = None, expand: Expand = lambda *both: both,
     ) -> tuple[jax.Array, CachedKeys | None]:  # fmt: skip
         """Return the attention output `[B, L, H, K]` and, with slices, the updated `past`.
 
@@ -75,48 +75,52 @@ class CausalAttention:
           on_shares: `OnShares`, which only the plain kernel calls.
           documents: of packed rows, where a query attends only to its own document; else None.
           sink_H: score of one more key of each head, whose value is 0 (an attention sink), or None.
+          expand: makes keys and values of what `k_BLGK` and `v_BLGK` then are, such as latents.
+            These are all-gathered and cached in place of keys and values. Where devices exchange
+            heads, it is called first: latents have no heads.
 
         Raises:
           ValueError: cuDNN's kernel cannot have sinks, because it would need a mask.
         """
-        sequence, narrow = self.sequence, v_BLGK.shape[-1]
-        padding = self.value_width(k_BLGK.shape[-1], narrow) - narrow
-        if padding:
-            v_BLGK = jnp.pad(v_BLGK, [(0, 0)] * 3 + [(0, padding)])
-        own = map(sequence.to_heads, (q_BLHK, k_BLGK, v_BLGK))
+        sequence = self.sequence
+        if sequence.exchanges_heads:
+            (k_BLGK, v_BLGK), expand = expand(k_BLGK, v_BLGK), lambda *both: both
+        q_BLHK, k_BLGK, v_BLGK = map(sequence.to_heads, (q_BLHK, k_BLGK, v_BLGK))
         if documents is not None:
             documents = jax.tree.map(sequence.gather_group, documents)
         if sink_H is not None:  # as one token of each neighbour, of which the first has the sinks
             sink_H = sequence.to_heads(sink_H[None, None, :, None])[0, 0, :, 0]
         exchanged = replace(self, sequence=sequence.after_exchange)
-        mixed_BLHK, past = exchanged._attend_locally(*own, past, on_shares, documents, sink_H)
-        if padding:
-            mixed_BLHK = mixed_BLHK[..., :narrow]
-        return sequence.to_tokens(mixed_BLHK), past
-
-    def value_width(self, keys: int, values: int) -> int:
-        """Width of the values that the kernel reads, for heads of these widths.
-
-        cuDNN gets values as wide as keys, with zeros at the end: jax's function takes no others,
-        and its primitives only with cuDNN 9.10 or later.
-        """
-        return keys if self.kernel == "cudnn" else values
+        both = k_BLGK, v_BLGK
+        if self.gathers:
+            both = tuple(map(sequence.gather, both))
+        tokens = both[0].shape[1]
+        if past is not None:
+            begin = past.begin // sequence.ring
+            both = tuple(_write(buffer, own, begin) for buffer, own in zip(past[:2], both))
+            past = CachedKeys(*both, past.begin)
+        k_BSGK, v_BSGK = expand(*both)
+        narrow = v_BSGK.shape[-1]
+        if self.kernel == "cudnn" and narrow < k_BSGK.shape[-1]:
+            # jax's function takes only values as wide as keys, its primitives others with cuDNN
+            # 9.10 or later.
+            v_BSGK = jnp.pad(v_BSGK, [(0, 0)] * 3 + [(0, k_BSGK.shape[-1] - narrow)])
+        operands = q_BLHK, k_BSGK, v_BSGK, tokens
+        mixed_BLHK = exchanged._attend_locally(*operands, past, on_shares, documents, sink_H)
+        return sequence.to_tokens(mixed_BLHK[..., :narrow]), past
 
     def _attend_locally(
-        self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, past: CachedKeys | None,
-        on_shares: OnShares, documents: RowDocuments | None, sink_H: jax.Array | None,
-    ) -> tuple[jax.Array, CachedKeys | None]:  # fmt: skip
-        """Attend with this device's heads; keys are local, all-gathered, or go round a ring."""
-        sequence, length = self.sequence, q_BLHK.shape[1]
-        k_BSGK, v_BSGK = k_BLGK, v_BLGK
-        if self.gathers and not self.gathered:
-            k_BSGK, v_BSGK = map(sequence.gather, (k_BLGK, v_BLGK))
-        tokens, begin, slice_begin = k_BSGK.shape[1], 0, 0
+        self, q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, tokens: int,
+        past: CachedKeys | None, on_shares: OnShares, documents: RowDocuments | None,
+        sink_H: jax.Array | None,
+    ) -> jax.Array:  # fmt: skip
+        """Attend with this device's heads; keys are local, all-gathered, or go round a ring.
+
+        `tokens` of the S keys are those of the current slice.
+        """
+        sequence, length, begin, slice_begin = self.sequence, q_BLHK.shape[1], 0, 0
         if past is not None:
             begin, slice_begin = past.begin, past.begin // sequence.ring
-            k_BSGK = _write(past.keys_BSGK, k_BSGK, slice_begin)
-            v_BSGK = _write(past.values_BSGK, v_BSGK, slice_begin)
-            past = CachedKeys(k_BSGK, v_BSGK, begin)
         position_BL = None if documents is None else documents.positions
         place_L = begin + slice_positions(sequence, length)
         needs_blocks = self._needs_blocks(tokens, length, past, documents, sink_H is not None)
@@ -126,12 +130,12 @@ class CausalAttention:
             layout = RingLayout(of_keys, tokens, self._blocks(length))
             slice_begin = jnp.asarray(slice_begin, jnp.int32)
             operands = q_BLHK, k_BSGK, v_BSGK, key_range, slice_begin, sink_H
-            return ring_attention(layout, *operands), past
+            return ring_attention(layout, *operands)
         if self.kernel == "cudnn" and documents is not None:
             first = jnp.asarray(begin + sequence.start(length), jnp.int32)
             own_documents = shard_documents(documents, first, self.documents)
             of_keys = *own_documents, first, self.window, sink_H
-            return packed_attention(q_BLHK, k_BSGK, v_BSGK, *of_keys), past
+            return packed_attention(q_BLHK, k_BSGK, v_BSGK, *of_keys)
         mask_B1LS = None
         if self.gathers or past is not None:
             mask_B1LS = _attention_mask(
@@ -143,14 +147,12 @@ class CausalAttention:
                     "attention sinks with cuDNN's kernel where keys are gathered, or of earlier "
                     "slices and a window: set model.attention=xla."
                 )
-            mixed_BLHK = fused_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, self.window)
-        elif mask_B1LS is None:
-            mixed_BLHK = causal_attention(
+            return fused_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, self.window)
+        if mask_B1LS is None:
+            return causal_attention(
                 q_BLHK, k_BSGK, v_BSGK, self.window, on_shares, position_BL, sink_H
             )
-        else:
-            mixed_BLHK = grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, on_shares, sink_H)
-        return mixed_BLHK, past
+        return grouped_attention(q_BLHK, k_BSGK, v_BSGK, mask_B1LS, on_shares, sink_H)
 
     @property
     def gathers(self) -> bool:

@@ -200,12 +200,16 @@ class CausalDecoder:
 
         In a ring S counts the tokens of the group of devices that exchange heads.
         """
+        heads, *widths = self.cached
+        tokens = self.slices * self._length(x) * self.sequence.size // self.sequence.ring
+        return tuple(jnp.zeros((x.shape[0], tokens, heads, width), x.dtype) for width in widths)
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """Heads of a token's cached keys and values, and the widths of a key and of a value."""
         heads = max(self.config.key_heads // self.devices.size, 1)
         heads = max(heads // max(self.sequence.heads, 1), 1)
-        tokens = self.slices * self._length(x) * self.sequence.size // self.sequence.ring
-        keys, values = self.config.head_size, self.config.value_size
-        widths = keys, self.attend.value_width(keys, values)
-        return tuple(jnp.zeros((x.shape[0], tokens, heads, width), x.dtype) for width in widths)
+        return heads, self.config.head_size, self.config.value_size
 
     def head(self, embed_head: Tree, x: jax.Array, rows: Tree) -> jax.Array:
         """Summed cross-entropy of the microbatch in nats; with `z_loss` both losses, `[2]`."""

@@ -40,6 +40,11 @@ class FullSequence:
         return self.size // self.heads if self.heads else 1
 
     @property
+    def exchanges_heads(self) -> bool:
+        """Whether devices exchange heads; in a plain ring and where keys are gathered none do."""
+        return self.heads > 1
+
+    @property
     def after_exchange(self) -> "FullSequence":
         """This sequence after the exchange of heads: each group acts as one device."""
         return self

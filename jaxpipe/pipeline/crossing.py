@@ -1,11 +1,11 @@
 """Find which values cross from F to B and W (residuals), and from B to W (the W stash).
 
 Residuals are the forward values that B or W reads *and that depend on x*. Values that depend only
-on parameters, constants or the microbatch's rows are recomputed, never stored, and so are values
-that elementwise equations compute from other residuals. The W stash are the values of B that W
-reads. Rematerialisation is the same split with fewer residuals: a policy says which forward values
-may be stored, and B recomputes the others. Values with a name in `keep` are stored whatever the
-policy says.
+on parameters, constants, the microbatch's rows or the state that the layer returns are recomputed,
+never stored, and so are values that elementwise equations compute from other residuals. The W stash
+are the values of B that W reads. Rematerialisation is the same split with fewer residuals: a policy
+says which forward values may be stored, and B recomputes the others. Values with a name in `keep`
+are stored whatever the policy says.
 
 Effects (`jax.debug.print`, callbacks) happen once: those of the forward in F, those that depend on
 the gradient in B. Outputs of an equation with an effect are stored as if named in `keep`.
@@ -95,7 +95,7 @@ def find_crossing(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, .
     in_b = tuple(eqn for eqn in effects if not on_dy.isdisjoint(variables_in(eqn)))
     in_f = tuple(eqn for eqn in effects if on_dy.isdisjoint(variables_in(eqn)))
     once = {var for eqn in in_f for var in eqn.outvars}
-    on_x = dependents(jaxpr, {ports.x, *state, *once}) - on_dy - free
+    on_x = dependents(jaxpr, {ports.x, *state, *once}, next_state) - on_dy - free
     b_outputs = [*ports.made_by_b, *(var for eqn in in_b for var in variables_in(eqn))]
     w_outputs = jax.tree.leaves(ports.gradients_of_w)
 
@@ -132,6 +132,21 @@ def find_crossing(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, .
     gathered = tuple(var for var in gathers if var in in_backward)
     residuals = Residuals(tuple(for_b), tuple(for_w))
     return Crossing(residuals, tuple(stash), gathered, in_f, in_b)
+
+
+def find_gradients_of_state(jaxpr: Jaxpr, ports: Ports) -> frozenset[Var]:
+    """Return the gradients of matrices whose last products read the state that the layer returns.
+
+    Such a product, of keys' latents by the gradients at keys, say, is part of B: in W the state may
+    be gone.
+    """
+    state, next_state = jax.tree.leaves(ports.state), jax.tree.leaves(ports.output.state)
+    on_dy = dependents(jaxpr, {ports.dy.value, *ports.dy.state})
+    by_b = {var for eqn in equations_to(jaxpr, ports.made_by_b, ()) for var in eqn.outvars}
+    known = dependents(jaxpr, {ports.x, *state}, next_state) - on_dy | by_b & on_dy
+    wanted = jax.tree.leaves(ports.gradients_of_w)
+    read = {var: reads(equations_to(jaxpr, [var], known), [var]) for var in wanted}
+    return frozenset(var for var, of in read.items() if not {*next_state}.isdisjoint(of))
 
 
 def _is_kept(eqn: JaxprEqn, keep: tuple[str, ...]) -> bool:

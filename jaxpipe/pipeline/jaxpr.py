@@ -152,12 +152,14 @@ def reads(equations: Iterable[JaxprEqn], outputs: Iterable[Any]) -> list[Var]:
     return list(dict.fromkeys(every))
 
 
-def dependents(jaxpr: Jaxpr, sources: Iterable[Var]) -> set[Var]:
-    """Return `sources` and every variable computed from them."""
+def dependents(
+    jaxpr: Jaxpr, sources: Iterable[Var], known: Collection[Var] = frozenset()
+) -> set[Var]:
+    """Return `sources` and every variable computed from them, other than through `known`."""
     reached = set(sources)
     for eqn in jaxpr.eqns:
         if reached.intersection(variables_in(eqn)):
-            reached.update(eqn.outvars)
+            reached.update(var for var in eqn.outvars if var not in known)
     return reached
 
 

@@ -52,6 +52,7 @@ class Ports(NamedTuple):
       dx: gradients at the inputs.
       gradients: gradients of parameters; None for frozen ones, and for those of embedding and head
         that the layer does not use.
+      of_state: those whose last products read the state that the layer returns.
     """
 
     params: Tree
@@ -62,19 +63,22 @@ class Ports(NamedTuple):
     output: LayerOutput
     dx: Cotangent
     gradients: Weights
+    of_state: frozenset[Var] = frozenset()
 
     @property
     def gradients_of_b(self) -> Weights:
-        """The gradients that B computes, of vectors; else None."""
-        return self._gradients(of_vectors=True)
+        """The gradients that B computes, of vectors and of products with the state; else None."""
+        return self._gradients(of_b=True)
 
     @property
     def gradients_of_w(self) -> Weights:
-        """The gradients that W computes, of matrices; else None."""
-        return self._gradients(of_vectors=False)
+        """The gradients that W computes, of other matrices; else None."""
+        return self._gradients(of_b=False)
 
-    def _gradients(self, *, of_vectors: bool) -> Weights:
-        is_wanted = lambda var: (len(var.aval.shape) < 2) is of_vectors  # noqa: E731
+    def _gradients(self, *, of_b: bool) -> Weights:
+        def is_wanted(var: Var) -> bool:
+            return (len(var.aval.shape) < 2 or var in self.of_state) is of_b
+
         return jax.tree.map(lambda var: var if is_wanted(var) else None, self.gradients)
 
     @property

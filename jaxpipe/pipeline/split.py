@@ -4,7 +4,8 @@ Forward and backward of a layer are traced together into one flat jaxpr, in whic
 either depends on the gradients at the outputs (backward) or does not (forward). Then
 
   F = the forward equations that the outputs and the residuals depend on;
-  B = the backward equations that `dx` and the gradients of vectors (norm gains) depend on;
+  B = the backward equations that `dx`, the gradients of vectors (norm gains) and those of matrices
+      that multiply the state depend on;
   W = the other backward equations, on which the gradients of matrices depend.
 
 `jaxpipe.pipeline.crossing` finds the values that cross between them.
@@ -29,7 +30,14 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from jaxpipe.contract import Context, LayerOutput
 from jaxpipe.parallel.flags import merge, select
-from jaxpipe.pipeline.crossing import POLICIES, Crossing, Policy, Residuals, find_crossing
+from jaxpipe.pipeline.crossing import (
+    POLICIES,
+    Crossing,
+    Policy,
+    Residuals,
+    find_crossing,
+    find_gradients_of_state,
+)
 from jaxpipe.pipeline.jaxpr import reads, run_slice, trace_labelled, unrounded
 from jaxpipe.pipeline.ports import Cotangent, Ports, Weights
 
@@ -234,6 +242,7 @@ def split_layer(
     gradients = gradients._replace(embed_head=select(used, gradients.embed_head))
     closed, gradients = unrounded(closed, gradients)
     ports = ports._replace(gradients=gradients)
+    ports = ports._replace(of_state=find_gradients_of_state(closed.jaxpr, ports))
     crossing = find_crossing(closed.jaxpr, ports, policy, keep)
     return LayerSplit(
         residuals=Residuals(*map(_shapes, crossing.residuals)),

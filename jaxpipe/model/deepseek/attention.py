@@ -1,11 +1,11 @@
 """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
 
-Shapes: B examples, L tokens, S keys (L, or those of all devices where latents are gathered), D
-model, H heads, of which a device has its shard, K the width of a query or key head, of which N dims
-have no position and P are rotated, V the width of a value, R that of the latent of keys and values.
+Shapes: B examples, L tokens, S keys (L, or those of all devices and earlier slices), D model, H
+heads, of which a device has its shard, K the width of a query or key head, of which N dims have no
+position and P are rotated, V the width of a value, R that of the latent of keys and values.
 """
 
-from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,10 @@ class LatentAttention(nnx.Module):
     share the layer have complete heads; each makes the latents itself, of replicated weights, whose
     gradients from its own heads are partial.
 
-    Where devices that share a sequence all-gather keys and values, they gather what these are made
-    of, R + P values per token in place of H (K + V). Rings, exchanged heads and sequence slices
-    pass on and cache keys and values of all heads: every attention kernel then works as it is.
+    Devices that share a sequence all-gather what keys and values are made of, and slices cache it:
+    R + P values per token in place of H (K + V). Keys and values of all tokens so far are made
+    again in every slice, and in its B; a slice of one token, as in generation, makes none
+    (`_absorb`). Rings and exchanged heads pass on keys and values.
     """
 
     def __init__(self, config: DeepseekConfig, parts: LayerParts, init: Init):
@@ -49,7 +50,6 @@ class LatentAttention(nnx.Module):
         self.wkv_b = init("attn/wkv_b", (rank, keys_and_values), 0.02, parts.cut(1))
         self.wo = init("attn/wo", (heads * config.v_head_dim, d), out_std, parts.cut(0))
         self.config, self.parts = config, parts
-        self.attend = replace(parts.attend, gathered=parts.attend.gathers)
 
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, given: LayerInputs
@@ -59,17 +59,21 @@ class LatentAttention(nnx.Module):
         x_BLD = devices.enter(x_BLD)
         q_BLX, latent_BLX = self._project(x_BLD, given.dot)
         q_BLHK = self._heads(q_BLX, config.head_size)
-        latent_BSR, key_BSP = jnp.split(latent_BLX, [config.kv_lora_rank], axis=-1)
-        key_BS1P = rotary(key_BSP[:, :, None], positions_BL, config, interleaved=True)
-        if self.attend.gathered:
-            latent_BSR, key_BS1P = map(self.attend.sequence.gather, (latent_BSR, key_BS1P))
-        (kv_BSX,) = given.dot(self.kv_norm(latent_BSR), wkv_b=self.wkv_b[...])
-        kv_BSHX = self._heads(kv_BSX, config.qk_nope_head_dim + config.v_head_dim)
-        key_BSHN, v_BSHV = jnp.split(kv_BSHX, [config.qk_nope_head_dim], axis=-1)
-        key_BSHP = jnp.broadcast_to(key_BS1P, (*key_BSHN.shape[:3], config.qk_rope_head_dim))
-        k_BSHK = jnp.concatenate([key_BSHN, key_BSHP], axis=-1)
+        latent_BLR, key_BLP = jnp.split(latent_BLX, [config.kv_lora_rank], axis=-1)
+        latent_BL1R = self.kv_norm(latent_BLR)[:, :, None]
+        key_BL1P = rotary(key_BLP[:, :, None], positions_BL, config, interleaved=True)
         q_BLHK = self._rotated_queries(q_BLHK, positions_BL)
-        mixed_BLHV, past = self.attend(q_BLHK, k_BSHK, v_BSHV, *given.of_attention)
+        own = latent_BL1R, key_BL1P, *given.of_attention
+        if given.past is not None and q_BLHK.shape[1] == 1:
+            mixed_BLHR, past = self.parts.attend(
+                self._absorb(q_BLHK),
+                *own,
+                expand=lambda latent, key: (_joined(latent, key), latent),
+            )
+            mixed_BLHV = jnp.einsum("blhr,rhv->blhv", mixed_BLHR, self._expansions(mixed_BLHR)[1])
+        else:
+            expand = partial(self._expand, given.dot)
+            mixed_BLHV, past = self.parts.attend(q_BLHK, *own, expand=expand)
         mixed_BLX = mixed_BLHV.reshape(*x_BLD.shape[:2], -1)
         (made_BLD,) = given.dot(mixed_BLX, wo=self.wo[...])
         return devices.leave(made_BLD), past
@@ -82,6 +86,34 @@ class LatentAttention(nnx.Module):
         query_BLR, latent_BLX = dot(x_BLD, wq_a=self.wq_a[...], wkv_a=wkv_a)
         (q_BLX,) = dot(self.q_norm(query_BLR), wq_b=self.wq_b[...])
         return q_BLX, latent_BLX
+
+    def _expand(
+        self, dot: Dot, latent_BS1R: jax.Array, key_BS1P: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of all heads, `[B, S, H, K]` and `[B, S, H, V]`."""
+        nope, config = self.config.qk_nope_head_dim, self.config
+        (kv_BSX,) = dot(latent_BS1R[:, :, 0], wkv_b=self.wkv_b[...])
+        key_BSHN, v_BSHV = jnp.split(self._heads(kv_BSX, nope + config.v_head_dim), [nope], axis=-1)
+        key_BSHP = jnp.broadcast_to(key_BS1P, (*key_BSHN.shape[:3], config.qk_rope_head_dim))
+        return _joined(key_BSHN, key_BSHP), v_BSHV
+
+    def _absorb(self, q_BLHK: jax.Array) -> jax.Array:
+        """Queries whose products with latents and rotated keys are those with expanded keys.
+
+        Every head then reads the same R + P values of a token as its key, and R of them as its
+        value (the paper, section 2.1.2). Scores are divided by the square root of this width.
+        """
+        query_BLHN, query_BLHP = jnp.split(q_BLHK, [self.config.qk_nope_head_dim], axis=-1)
+        to_keys_RHN, _ = self._expansions(q_BLHK)
+        query_BLHX = _joined(jnp.einsum("blhn,rhn->blhr", query_BLHN, to_keys_RHN), query_BLHP)
+        return query_BLHX * (query_BLHX.shape[-1] / q_BLHK.shape[-1]) ** 0.5
+
+    def _expansions(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The weights that make keys and values of latents, `[R, H, N]`, `[R, H, V]`, as x is."""
+        nope, config = self.config.qk_nope_head_dim, self.config
+        wkv_b_RX = self.wkv_b[...].astype(x.dtype)
+        wkv_b_RHX = wkv_b_RX.reshape(len(wkv_b_RX), -1, nope + config.v_head_dim)
+        return tuple(jnp.split(wkv_b_RHX, [nope], axis=-1))
 
     def _rotated_queries(self, q_BLHK: jax.Array, positions_BL: jax.Array) -> jax.Array:
         """Queries with rotated part, times `score_scale`, which attention's kernels do not have.
@@ -99,3 +131,7 @@ class LatentAttention(nnx.Module):
 
     def _heads(self, x_BLX: jax.Array, width: int) -> jax.Array:
         return x_BLX.reshape(*x_BLX.shape[:2], -1, width)
+
+
+def _joined(*parts: jax.Array) -> jax.Array:
+    return jnp.concatenate(parts, axis=-1)

@@ -99,6 +99,13 @@ class DeepseekDecoder(LlamaDecoder):
         state = super().state(x, rows, kind)
         return (state,) * self.config.mtp_depth if kind == PREDICTION else state
 
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """One latent and one rotated key of a token; all heads only where heads are exchanged."""
+        if self.sequence.exchanges_heads:
+            return super().cached
+        return 1, self.config.kv_lora_rank, self.config.qk_rope_head_dim
+
     @cached_property
     def functions(self) -> StageFunctions:
         """The model as pipeline stages see it; it logs the mean loss of further tokens."""
