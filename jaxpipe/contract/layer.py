@@ -88,7 +88,8 @@ class LayerKind:
         parameter is sharded.
       state: `(x, rows) -> state` before the first sequence slice, all zeros; None: the kind does
         not support sequence slices. The backward of a layer may read the state that the layer
-        returned, as later slices leave it, but not the state that it received.
+        returned, as later slices leave it, but not the state that it received. What a layer makes
+        of the returned state alone is made again in B and never stored.
       keep: names (`jax.ad_checkpoint.checkpoint_name`) of values that F stores under every
         rematerialisation policy because they must not be recomputed, such as the indices of a
         top-k.

@@ -85,7 +85,7 @@ class Crossing(NamedTuple):
 def find_crossing(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, ...]) -> Crossing:
     """Find the values that cross; F stores values named in `keep` if B or W reads them.
 
-    Raises `ValueError` where B would need the state from before this slice, or W any state.
+    Raises `ValueError` where B or W would need the state from before this slice.
     """
     state, next_state = jax.tree.leaves(ports.state), jax.tree.leaves(ports.output.state)
     after = {ports.dy.value, *ports.dy.state}

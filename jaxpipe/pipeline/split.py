@@ -188,7 +188,7 @@ def split_layer(
       trained: a flag for every parameter, of the layer and in `context.embed_head`, whether it has
         a gradient; None: all have.
 
-    Raises `ValueError` where B would need the state from before this slice, or W any state.
+    Raises `ValueError` where B or W would need the state from before this slice.
 
     For `x + tanh(x @ up)`, F stores the tanh for B and x for W; B stashes the gradient at the
     matmul's output for W:

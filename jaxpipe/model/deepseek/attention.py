@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxpipe.model.attention import CachedKeys
 from jaxpipe.model.deepseek.config import DeepseekConfig
-from jaxpipe.model.parts import Dot, Init, LayerInputs, LayerParts, RMSNorm
+from jaxpipe.model.parts import PLAIN_DOT, Dot, Init, LayerInputs, LayerParts, RMSNorm
 from jaxpipe.model.rope.rotate import rotary
 
 # In DeepSeek's code and in transformers the norms of the latents have this epsilon, whatever
@@ -64,13 +64,11 @@ class LatentAttention(nnx.Module):
         key_BL1P = rotary(key_BLP[:, :, None], positions_BL, config, interleaved=True)
         q_BLHK = self._rotated_queries(q_BLHK, positions_BL)
         own = latent_BL1R, key_BL1P, *given.of_attention
-        if given.past is not None and q_BLHK.shape[1] == 1:
-            mixed_BLHR, past = self.parts.attend(
-                self._absorb(q_BLHK),
-                *own,
-                expand=lambda latent, key: (_joined(latent, key), latent),
-            )
-            mixed_BLHV = jnp.einsum("blhr,rhv->blhv", mixed_BLHR, self._expansions(mixed_BLHR)[1])
+        if given.past is not None and q_BLHK.shape[1] == 1 and given.dot == PLAIN_DOT:
+            as_keys = lambda latent, key: (_joined(latent, key), latent)  # noqa: E731
+            mixed_BLHR, past = self.parts.attend(self._absorb(q_BLHK), *own, expand=as_keys)
+            _, to_values_RHV = self._expansions(mixed_BLHR)
+            mixed_BLHV = jnp.einsum("blhr,rhv->blhv", mixed_BLHR, to_values_RHV)
         else:
             expand = partial(self._expand, given.dot)
             mixed_BLHV, past = self.parts.attend(q_BLHK, *own, expand=expand)

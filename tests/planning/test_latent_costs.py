@@ -1,0 +1,50 @@
+"""Bytes of latent attention: with sequence slices a plan counts latents, not keys and values."""
+
+import pytest
+
+from jaxpipe.config import Config, ParallelConfig, TrainConfig
+from jaxpipe.model.deepseek.config import DeepseekConfig
+from jaxpipe.planning.costs import costs_of
+
+BATCH, LENGTH, HEADS = 2, 64, 8
+RANK, NOPE, ROPE, VALUE = 10, 6, 4, 5
+MODEL = DeepseekConfig(
+    family="deepseek", n_layers=2, d_model=24, n_heads=HEADS, d_ff=40, vocab_size=64,
+    kv_lora_rank=RANK, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, v_head_dim=VALUE,
+)  # fmt: skip
+
+
+def layer_of(remat="none", **how):
+    train = TrainConfig(
+        steps=1, grad_accum_steps=1, microbatch_size=BATCH, seq_len=LENGTH,
+        compute_dtype="float32", remat=remat,
+    )  # fmt: skip
+    parallel = ParallelConfig(dp=how.get("cp", 1), **how)
+    return costs_of(Config(model=MODEL, parallel=parallel, train=train)).kinds["layer"]
+
+
+RING = {"cp": 2, "cp_method": "ring"}
+
+
+@pytest.mark.parametrize(
+    ("how", "values"),
+    [
+        ({}, LENGTH * (RANK + ROPE)),
+        ({"tp": 2}, LENGTH * (RANK + ROPE)),
+        ({"cp": 2}, LENGTH * (RANK + ROPE)),  # of the tokens of both devices
+        (RING | {"cp_heads": 1}, LENGTH // 2 * (RANK + ROPE)),
+        (RING | {"cp_heads": 2}, LENGTH * HEADS // 2 * (NOPE + ROPE + VALUE)),
+    ],
+    ids=str,
+)
+def test_slices_cache_latents(how, values):
+    """Where devices exchange heads, which a latent has not, they cache keys and values."""
+    assert layer_of(slices=2, **how).state == 4 * BATCH * values
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_expanded_keys_are_no_residuals(remat):
+    """A slice of four stores a quarter of what a sequence does, less its keys and values."""
+    layer, whole = layer_of(remat, slices=4), layer_of(remat)
+    assert 4 * layer.for_b <= whole.for_b
+    assert 4 * layer.for_w <= whole.for_w
