@@ -64,7 +64,7 @@ class LatentAttention(nnx.Module):
         key_BL1P = rotary(key_BLP[:, :, None], positions_BL, config, interleaved=True)
         q_BLHK = self._rotated_queries(q_BLHK, positions_BL)
         own = latent_BL1R, key_BL1P, *given.of_attention
-        if given.past is not None and q_BLHK.shape[1] == 1 and given.dot == PLAIN_DOT:
+        if self._absorbs(given, q_BLHK.shape[1]):
             as_keys = lambda latent, key: (_joined(latent, key), latent)  # noqa: E731
             mixed_BLHR, past = self.parts.attend(self._absorb(q_BLHK), *own, expand=as_keys)
             _, to_values_RHV = self._expansions(mixed_BLHR)
@@ -94,6 +94,11 @@ class LatentAttention(nnx.Module):
         key_BSHN, v_BSHV = jnp.split(self._heads(kv_BSX, nope + config.v_head_dim), [nope], axis=-1)
         key_BSHP = jnp.broadcast_to(key_BS1P, (*key_BSHN.shape[:3], config.qk_rope_head_dim))
         return _joined(key_BSHN, key_BSHP), v_BSHV
+
+    def _absorbs(self, given: LayerInputs, length: int) -> bool:
+        """Whether queries read latents: of one token, and where the kernel has heads so wide."""
+        one = given.past is not None and length == 1
+        return one and given.dot == PLAIN_DOT and self.parts.attend.kernel == "xla"
 
     def _absorb(self, q_BLHK: jax.Array) -> jax.Array:
         """Queries whose products with latents and rotated keys are those with expanded keys.
