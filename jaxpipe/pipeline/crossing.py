@@ -141,7 +141,7 @@ def find_gradients_of_state(jaxpr: Jaxpr, ports: Ports) -> frozenset[Var]:
     be gone.
     """
     state, next_state = jax.tree.leaves(ports.state), jax.tree.leaves(ports.output.state)
-    on_dy = dependents(jaxpr, {ports.dy.value, *ports.dy.state})
+    on_dy = dependents(jaxpr, jax.tree.leaves((ports.dy.value, ports.dy.state, ports.dy.loss)))
     by_b = {var for eqn in equations_to(jaxpr, ports.made_by_b, ()) for var in eqn.outvars}
     known = dependents(jaxpr, {ports.x, *state}, next_state) - on_dy | by_b & on_dy
     wanted = jax.tree.leaves(ports.gradients_of_w)
