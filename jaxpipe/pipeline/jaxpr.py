@@ -137,12 +137,14 @@ def equations_to(
     return equations[::-1]
 
 
-def has_effects(eqn: JaxprEqn) -> bool:
-    """Whether the equation has a side effect, as `jax.debug.print` does.
+def names_axis(effect: Any) -> bool:
+    """Whether an effect is that of a collective, which names a mesh axis; no side effect is."""
+    return type(effect).__name__ == "NamedAxisEffect"
 
-    JAX also counts it as an effect that a collective names a mesh axis; that is ignored.
-    """
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+def has_effects(eqn: JaxprEqn) -> bool:
+    """Whether the equation has a side effect, as `jax.debug.print` does."""
+    return not all(map(names_axis, eqn.effects))
 
 
 def reads(equations: Iterable[JaxprEqn], outputs: Iterable[Any]) -> list[Var]:

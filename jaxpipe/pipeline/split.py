@@ -38,7 +38,7 @@ from jaxpipe.pipeline.crossing import (
     find_crossing,
     find_gradients_of_state,
 )
-from jaxpipe.pipeline.jaxpr import reads, run_slice, trace_labelled, unrounded
+from jaxpipe.pipeline.jaxpr import names_axis, reads, run_slice, trace_labelled, unrounded
 from jaxpipe.pipeline.ports import Cotangent, Ports, Weights
 
 Tree = Any
@@ -75,7 +75,7 @@ class LayerSplit:
     @property
     def has_collectives(self) -> bool:
         """Whether the layer communicates over a mesh axis."""
-        return any(type(effect).__name__ == "NamedAxisEffect" for effect in self._closed.effects)
+        return any(map(names_axis, self._closed.effects))
 
     def forward(
         self, params: Tree, x: jax.Array, context: Context
