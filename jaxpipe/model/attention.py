@@ -64,7 +64,7 @@ class CausalAttention:
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array,
         past: CachedKeys | None = None,
         on_shares: OnShares = None, documents: RowDocuments | None = None,
-        sink_H: jax.Array | None = None, expand: Expand = lambda *both: both,
+        sink_H: jax.Array | None = None, expand: Expand | None = None, by_block: bool = True,
     ) -> tuple[jax.Array, CachedKeys | None]:  # fmt: skip
         """Return the attention output `[B, L, H, K]` and, with slices, the updated `past`.
 
@@ -75,16 +75,19 @@ class CausalAttention:
           on_shares: `OnShares`, which only the plain kernel calls.
           documents: of packed rows, where a query attends only to its own document; else None.
           sink_H: score of one more key of each head, whose value is 0 (an attention sink), or None.
-          expand: makes keys and values of what `k_BLGK` and `v_BLGK` then are, such as latents.
-            These are all-gathered and cached in place of keys and values. Where devices exchange
-            heads, it is called first: latents have no heads.
+          expand: makes keys and values of what `k_BLGK` and `v_BLGK` then are, such as latents;
+            None: they are keys and values. These are all-gathered, cached and sent round a ring in
+            place of keys and values. Where devices exchange heads, it is called first: latents have
+            no heads.
+          by_block: whether `expand` may be called for each block of keys, whose gradients at what
+            it closes over are added.
 
         Raises:
           ValueError: cuDNN's kernel cannot have sinks, because it would need a mask.
         """
         sequence = self.sequence
-        if sequence.exchanges_heads:
-            (k_BLGK, v_BLGK), expand = expand(k_BLGK, v_BLGK), lambda *both: both
+        if expand is not None and sequence.exchanges_heads:
+            (k_BLGK, v_BLGK), expand = expand(k_BLGK, v_BLGK), None
         q_BLHK, k_BLGK, v_BLGK = map(sequence.to_heads, (q_BLHK, k_BLGK, v_BLGK))
         if documents is not None:
             documents = jax.tree.map(sequence.gather_group, documents)
@@ -99,19 +102,18 @@ class CausalAttention:
             begin = past.begin // sequence.ring
             both = tuple(_write(buffer, own, begin) for buffer, own in zip(past[:2], both))
             past = CachedKeys(*both, past.begin)
-        k_BSGK, v_BSGK = expand(*both)
-        narrow = v_BSGK.shape[-1]
-        if self.kernel == "cudnn" and narrow < k_BSGK.shape[-1]:
-            # jax's function takes only values as wide as keys, its primitives others with cuDNN
-            # 9.10 or later.
-            v_BSGK = jnp.pad(v_BSGK, [(0, 0)] * 3 + [(0, k_BSGK.shape[-1] - narrow)])
-        operands = q_BLHK, k_BSGK, v_BSGK, tokens
-        mixed_BLHK = exchanged._attend_locally(*operands, past, on_shares, documents, sink_H)
-        return sequence.to_tokens(mixed_BLHK[..., :narrow]), past
+        if expand is not None and not by_block:
+            both, expand = expand(*both), None
+        width = (both if expand is None else jax.eval_shape(expand, *both))[1].shape[-1]
+        if self.kernel == "cudnn" and width < q_BLHK.shape[-1]:
+            expand = partial(_expand_wide, expand)
+        given = q_BLHK, both, expand, tokens
+        mixed_BLHK = exchanged._attend_locally(*given, past, on_shares, documents, sink_H)
+        return sequence.to_tokens(mixed_BLHK[..., :width]), past
 
     def _attend_locally(
-        self, q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, tokens: int,
-        past: CachedKeys | None, on_shares: OnShares, documents: RowDocuments | None,
+        self, q_BLHK: jax.Array, both: tuple[jax.Array, jax.Array], expand: Expand | None,
+        tokens: int, past: CachedKeys | None, on_shares: OnShares, documents: RowDocuments | None,
         sink_H: jax.Array | None,
     ) -> jax.Array:  # fmt: skip
         """Attend with this device's heads; keys are local, all-gathered, or go round a ring.
@@ -126,11 +128,15 @@ class CausalAttention:
         needs_blocks = self._needs_blocks(tokens, length, past, documents, sink_H is not None)
         if needs_blocks and not on_shares:
             key_range = KeyRange.of(place_L, len(q_BLHK), self.window, position_BL)
-            of_keys = FULL_SEQUENCE if self.gathers else sequence
-            layout = RingLayout(of_keys, tokens, self._blocks(length))
+            of_keys, weights = FULL_SEQUENCE if self.gathers else sequence, ()
+            if expand is not None:
+                block = (x[:, :tokens] for x in both)
+                expand, weights = jax.closure_convert(expand, *block)
+            layout = RingLayout(of_keys, tokens, self._blocks(length), expand)
             slice_begin = jnp.asarray(slice_begin, jnp.int32)
-            operands = q_BLHK, k_BSGK, v_BSGK, key_range, slice_begin, sink_H
+            operands = q_BLHK, *both, key_range, slice_begin, sink_H, tuple(weights)
             return ring_attention(layout, *operands)
+        k_BSGK, v_BSGK = both if expand is None else expand(*both)
         if self.kernel == "cudnn" and documents is not None:
             first = jnp.asarray(begin + sequence.start(length), jnp.int32)
             own_documents = shard_documents(documents, first, self.documents)
@@ -184,6 +190,20 @@ class CausalAttention:
             if self.kernel == "cudnn"
             else PlainBlocks(count_halvings(length))
         )
+
+
+def _expand_wide(
+    expand: Expand | None, k_BSGK: jax.Array, v_BSGK: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Keys, and values padded to their width.
+
+    jax's function takes only values as wide as keys, its primitives others with cuDNN 9.10 or
+    later.
+    """
+    if expand is not None:
+        k_BSGK, v_BSGK = expand(k_BSGK, v_BSGK)
+    more = k_BSGK.shape[-1] - v_BSGK.shape[-1]
+    return k_BSGK, jnp.pad(v_BSGK, [(0, 0)] * 3 + [(0, more)])
 
 
 def _write(whole_BSGK: jax.Array, own_BLGK: jax.Array, begin: jax.Array) -> jax.Array:

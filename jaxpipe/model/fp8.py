@@ -73,6 +73,8 @@ class Fp8Dot(Dot):
         from the operand's largest absolute value over all devices.
     """
 
+    ADDS_UP = False  # those of scales are maxima
+
     devices: OneDevice
     scales: Mapping[str, jax.Array] | None
 

@@ -8,7 +8,7 @@ input is).
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +85,9 @@ class LayerNorm(nnx.Module):
 @dataclass(frozen=True)
 class Dot:
     """Products of activations with weights, in the dtype of the activations."""
+
+    # Whether the gradients of several calls with the same weights may be added.
+    ADDS_UP: ClassVar[bool] = True
 
     def __call__(self, x: jax.Array, **weights: jax.Array) -> tuple[jax.Array, ...]:
         """Multiply x with each weight, `[..., in] x [in, out] -> [..., out]`.

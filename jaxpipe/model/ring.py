@@ -9,6 +9,9 @@ slice. The backward pass goes round once more, and the gradients of keys and val
 these. F leaves queries, output and log-sum-exp as residuals; keys and values of a device's own
 tokens too, unless they are in the state that slices hand on.
 
+In place of keys and values the ring may turn what they are made of (`RingLayout.expand`): then
+they exist for one block at a time, in F and again in B.
+
 Shapes are those of `jaxpipe.model.blocks`; L are a device's tokens of a slice, half of them from
 each chunk, and S its tokens of all slices. Where keys are all-gathered, S are the tokens of all
 devices.
@@ -17,7 +20,7 @@ devices.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +30,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpipe.model.blocks import (
     KEPT,
     AttentionOutput,
-    BlockGradients,
     BlockKernel,
     BlockOp,
     KeyBlock,
@@ -38,6 +40,9 @@ from jaxpipe.model.blocks import (
 )
 from jaxpipe.partition.sequence import FullSequence
 
+Arrays = tuple[jax.Array, ...]
+PullBack = Callable[..., tuple[Arrays, Arrays]]
+
 
 @dataclass(frozen=True)
 class RingLayout:
@@ -47,35 +52,62 @@ class RingLayout:
       sequence: the devices that hold the sequence's shards, in whose ring the keys go round.
       tokens: number of a slice's keys on this device.
       blocks: the kernel that computes blocks.
+      expand: makes keys and values of the two arrays that are given in their place, and of weights;
+        None: keys and values are given.
     """
 
     sequence: FullSequence
     tokens: int
     blocks: BlockKernel
+    expand: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+
+    def open(self, there: KeyBlock, weights: Arrays) -> tuple[KeyBlock, PullBack]:
+        """Keys and values of a block, and the function that maps their gradients to those given."""
+        if self.expand is None:
+            return there, lambda *at_keys: (at_keys, ())
+        made, pull = jax.vjp(self.expand, *there[:2], *weights)
+
+        def back(*at_keys: jax.Array) -> tuple[Arrays, Arrays]:
+            gradients = pull(tuple(dy.astype(y.dtype) for dy, y in zip(at_keys, made)))
+            wide = tuple(dx.astype(jnp.promote_types(dx.dtype, jnp.float32)) for dx in gradients)
+            return wide[:2], wide[2:]
+
+        return KeyBlock(*made, there.place_BS), back
+
+
+class _Gradients(NamedTuple):
+    """Gradients of queries, of the keys and values given, and of weights; in float32 or wider."""
+
+    dq_BLHK: jax.Array
+    at_keys: Arrays
+    at_weights: Arrays
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ring_attention(
     layout: RingLayout, q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
     key_range: KeyRange, begin: jax.Array, sink_H: jax.Array | None = None,
+    weights: Arrays = (),
 ) -> jax.Array:  # fmt: skip
     """Attention of every token to the keys in its `key_range`, `[B, L, H, K]`.
 
     The queries are tokens of the slice that starts at index `begin` of S. A device that has all
     keys of the slice, but only some of the queries, masks the slice's block. Each query also
-    attends to the sink of its head (`AttentionOutput.with_sinks`), if there are sinks.
+    attends to the sink of its head (`AttentionOutput.with_sinks`), if there are sinks. `weights`
+    are those of `layout.expand`.
     """
-    return _forward(layout, q_BLHK, k_BSGK, v_BSGK, key_range, begin, sink_H)[0]
+    return _forward(layout, q_BLHK, k_BSGK, v_BSGK, key_range, begin, sink_H, weights)[0]
 
 
 def _forward(
     layout: RingLayout, q_BLHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
-    key_range: KeyRange, begin: jax.Array, sink_H: jax.Array | None,
+    key_range: KeyRange, begin: jax.Array, sink_H: jax.Array | None, weights: Arrays,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     sequence, blocks, queries = layout.sequence, layout.blocks, QueryBlock(q_BLHK, key_range)
     slices = _SliceKeys(layout, k_BSGK, v_BSGK)
 
     def of_own(turn: int, there: KeyBlock, output: AttentionOutput | None) -> AttentionOutput:
+        there, _ = layout.open(there, weights)
         if not turn:
             if q_BLHK.shape[1] == layout.tokens:
                 return blocks.causal(queries, there)
@@ -87,6 +119,7 @@ def _forward(
         return _replace_half(sequence, turn, (early_made, late_made), chosen)
 
     def of_earlier(_: int, there: KeyBlock, output: AttentionOutput) -> AttentionOutput:
+        there, _ = layout.open(there, weights)
         return output.merge(skip_unseen(blocks.attend_block, queries, there))
 
     def with_slice(index: jax.Array, output: AttentionOutput) -> AttentionOutput:
@@ -99,59 +132,73 @@ def _forward(
         output = output.with_sinks(sink_H)
     output = AttentionOutput(output.mixed_BLHK.astype(q_BLHK.dtype), output.logsumexp_BLH)
     output = jax.tree.map(lambda x: checkpoint_name(x, KEPT), output)
-    return output.mixed_BLHK, (q_BLHK, k_BSGK, v_BSGK, key_range, begin, sink_H, output)
+    saved = q_BLHK, k_BSGK, v_BSGK, key_range, begin, sink_H, weights, output
+    return output.mixed_BLHK, saved
 
 
 def _backward(
     layout: RingLayout, saved: tuple[Any, ...], dmixed_BLHK: jax.Array
 ) -> tuple[Any, ...]:
-    q_BLHK, k_BSGK, v_BSGK, key_range, begin, sink_H, output = delay_residuals(saved, dmixed_BLHK)
+    q_BLHK, k_BSGK, v_BSGK, key_range, begin, sink_H, weights, output = delay_residuals(
+        saved, dmixed_BLHK
+    )
     sequence, blocks = layout.sequence, layout.blocks
     queries = QueryBlock(q_BLHK, key_range, output, dmixed_BLHK)
     slices = _SliceKeys(layout, k_BSGK, v_BSGK)
 
-    def of_own(turn: int, there: KeyBlock, gradients: BlockGradients | None) -> BlockGradients:
+    def of_own(turn: int, given: KeyBlock, gradients: _Gradients | None) -> _Gradients:
         """Gradients of queries, and of the current keys with what the devices before added."""
+        there, back = layout.open(given, weights)
         if not turn:
             if q_BLHK.shape[1] == layout.tokens:
-                return blocks.causal_gradients(queries, there)
-            return blocks.block_gradients(queries, there, key_range.mask(there.place_BS))
-        dq, *at_keys = gradients
-        arrived = sequence.rotate(at_keys)
+                dq, *at_keys = blocks.causal_gradients(queries, there)
+            else:
+                mask_B1LS = key_range.mask(there.place_BS)
+                dq, *at_keys = blocks.block_gradients(queries, there, mask_B1LS)
+            return _Gradients(dq, *back(*at_keys))
+        arrived = sequence.rotate(gradients.at_keys)
         late, which = _half_blocks(sequence, turn, blocks.block_gradients, queries, there)
-        early_dq, late_dq = _split_halves(dq)
+        early_dq, late_dq = _split_halves(gradients.dq_BLHK)
         late_dq = late_dq + late.dq_BLHK
         chosen = _choose_half(sequence, turn, early_dq, late_dq) + which.dq_BLHK
         dq = _replace_half(sequence, turn, (early_dq, late_dq), chosen)
-        at_keys = [
-            behind + _key_gradients(sequence, turn, of_late, of_chosen)
-            for behind, of_late, of_chosen in zip(arrived, late[1:], which[1:])
-        ]
-        return BlockGradients(dq, *at_keys)
+        both = zip(late[1:], which[1:])
+        at_keys, at_weights = back(*(_key_gradients(sequence, turn, *halves) for halves in both))
+        return _Gradients(dq, _add(arrived, at_keys), _add(gradients.at_weights, at_weights))
 
-    def of_earlier(turn: int, there: KeyBlock, gradients: BlockGradients) -> BlockGradients:
+    def of_earlier(turn: int, given: KeyBlock, gradients: _Gradients) -> _Gradients:
+        there, back = layout.open(given, weights)
         dq, *at_keys = skip_unseen(blocks.block_gradients, queries, there)
+        at_keys, at_weights = back(*at_keys)
         if turn:
-            at_keys = map(jnp.add, sequence.rotate(gradients[1:]), at_keys)
-        return BlockGradients(gradients.dq_BLHK + dq, *at_keys)
+            at_keys = _add(sequence.rotate(gradients.at_keys), at_keys)
+        return _Gradients(gradients.dq_BLHK + dq, at_keys, _add(gradients.at_weights, at_weights))
 
-    def with_slice(index: jax.Array, gradients: BlockGradients) -> BlockGradients:
+    def with_slice(index: jax.Array, gradients: _Gradients) -> _Gradients:
         place = index * layout.tokens
         of_slice = _fold_ring_steps(sequence, slices.keys(place), of_earlier, gradients)
-        at_keys = slices.put(gradients[1:], sequence.rotate(of_slice[1:]), place)
-        return BlockGradients(of_slice.dq_BLHK, *at_keys)
+        at_keys = slices.put(gradients.at_keys, sequence.rotate(of_slice.at_keys), place)
+        return of_slice._replace(at_keys=at_keys)
 
-    of_slice = _fold_ring_steps(sequence, slices.keys(begin), of_own)
+    gradients = _fold_ring_steps(sequence, slices.keys(begin), of_own)
     nothing = jnp.zeros_like(k_BSGK), jnp.zeros_like(v_BSGK)
-    at_keys = slices.put(nothing, sequence.rotate(of_slice[1:]), begin)
-    gradients = BlockGradients(of_slice.dq_BLHK, *at_keys)
+    at_keys = slices.put(nothing, sequence.rotate(gradients.at_keys), begin)
+    gradients = gradients._replace(at_keys=at_keys)
     if slices.several:
         gradients = lax.fori_loop(*slices.before(begin, key_range), with_slice, gradients)
     dsink_H = None if sink_H is None else output.sink_gradients(sink_H, dmixed_BLHK)
-    return *gradients._replace(dq_BLHK=gradients.dq_BLHK.astype(q_BLHK.dtype)), None, None, dsink_H
+    if weights:  # complete in B: W would need the gradients at keys and values of all blocks
+        gradients = lax.optimization_barrier(gradients)
+    dweights = tuple(dw.astype(weight.dtype) for dw, weight in zip(gradients.at_weights, weights))
+    dq_BLHK = gradients.dq_BLHK.astype(q_BLHK.dtype)
+    return dq_BLHK, *gradients.at_keys, None, None, dsink_H, dweights
 
 
 ring_attention.defvjp(_forward, _backward)
+
+
+def _add(some: Arrays, more: Arrays) -> Arrays:
+    return tuple(one + other for one, other in zip(some, more, strict=True))
 
 
 def slice_positions(sequence: FullSequence, own: int) -> jax.Array:
@@ -188,18 +235,18 @@ class _SliceKeys:
             first = jnp.maximum(key_range.first_BL.min(), 0) // self.tokens
         return first, begin // self.tokens
 
-    def put(self, at_whole: Any, at_slice: Any, begin: jax.Array) -> list[jax.Array]:
+    def put(self, at_whole: Arrays, at_slice: Arrays, begin: jax.Array) -> Arrays:
         """Write a slice's gradients of keys and values into those of all slices.
 
         The slice has no gradients there before.
         """
-        parts = [part.astype(whole.dtype) for whole, part in zip(at_whole, at_slice)]
+        parts = tuple(part.astype(whole.dtype) for whole, part in zip(at_whole, at_slice))
         if not self.several:
             return parts
-        return [
+        return tuple(
             lax.dynamic_update_slice_in_dim(whole, part, begin, axis=1)
             for whole, part in zip(at_whole, parts)
-        ]
+        )
 
 
 def _fold_ring_steps(

@@ -1,4 +1,4 @@
-"""Bytes of latent attention: with sequence slices a plan counts latents, not keys and values."""
+"""Bytes of latent attention: slices cache latents and rings turn them, not keys and values."""
 
 import pytest
 
@@ -47,3 +47,12 @@ def test_expanded_keys_are_no_residuals(remat):
     """Twice as many slices, each of which makes all keys, store half as much each."""
     two, four = layer_of(remat, slices=2), layer_of(remat, slices=4)
     assert (2 * four.for_b, 2 * four.for_w) == (two.for_b, two.for_w)
+
+
+def test_latents_and_their_gradients_go_round_a_ring():
+    """With the tokens' positions; gradients return to their device in one more step."""
+    turned = layer_of(cp=4, cp_method="ring", cp_heads=1).turned
+    tokens = 4 * BATCH * LENGTH // 4
+    assert turned["F"] == 3 * tokens * (RANK + ROPE + 1)
+    assert turned["B"] == turned["F"] + 4 * tokens * (RANK + ROPE)
+    assert turned["W"] == 0

@@ -28,10 +28,11 @@ class LatentAttention(nnx.Module):
     share the layer have complete heads; each makes the latents itself, of replicated weights, whose
     gradients from its own heads are partial.
 
-    Devices that share a sequence all-gather what keys and values are made of, and slices cache it:
-    R + P values per token in place of H (K + V). Keys and values of all tokens so far are made
-    again in every slice, and in its B; a slice of one token, as in generation, makes none
-    (`_absorb`). Rings and exchanged heads pass on keys and values.
+    Devices that share a sequence exchange what keys and values are made of, and slices cache it: R
+    + P values per token in place of H (K + V). Keys and values of all tokens so far are made again
+    in every slice, and in its B, for one block of them at a time where attention runs in blocks; a
+    slice of one token, as in generation, makes none (`_absorb`). Devices that exchange heads pass
+    on keys and values.
     """
 
     def __init__(self, config: DeepseekConfig, parts: LayerParts, init: Init):
@@ -71,7 +72,8 @@ class LatentAttention(nnx.Module):
             mixed_BLHV = jnp.einsum("blhr,rhv->blhv", mixed_BLHR, to_values_RHV)
         else:
             expand = partial(self._expand, given.dot)
-            mixed_BLHV, past = self.parts.attend(q_BLHK, *own, expand=expand)
+            by_block = given.dot.ADDS_UP
+            mixed_BLHV, past = self.parts.attend(q_BLHK, *own, expand=expand, by_block=by_block)
         mixed_BLX = mixed_BLHV.reshape(*x_BLD.shape[:2], -1)
         (made_BLD,) = given.dot(mixed_BLX, wo=self.wo[...])
         return devices.leave(made_BLD), past
