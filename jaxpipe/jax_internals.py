@@ -93,11 +93,11 @@ def store_programs_if(accepts: Callable[[Any], bool]) -> None:
 def give_collectives_channels() -> None:
     """Let jax give each collective of a program for CPUs a channel of its own.
 
-    XLA for CPUs runs at the same time what no data orders, such as a loop with collectives and a
-    collective beside it, and in another order on another device. It then knows a collective by its
-    kind, devices and channel. jax gives all channel 1: devices received the values of another
-    collective, waited for each other for ever, or aborted (jaxlib 0.12.0.1). On GPUs the order is
-    that of a stream.
+    XLA for CPUs begins a collective while a loop or branch before it still runs, if it needs none
+    of their results, and knows it by its kind, devices and channel. jax gives all channel 1. A
+    collective in the loop and the one behind it were then taken for one where a device began them
+    in another order than its neighbour: devices received each other's values, waited for each other
+    for ever, or aborted (jaxlib 0.12.0.1). On GPUs the order is that of a stream.
     """
     from jax._src.interpreters import mlir as lowering
     from jaxlib.mlir import ir

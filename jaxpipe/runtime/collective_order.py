@@ -1,11 +1,12 @@
 """Compiled programs that XLA for CPUs cannot load again, and so must not be stored.
 
 Devices have to begin their collectives in one order. XLA for CPUs runs instructions of a device at
-the same time where no data orders them, and orders collectives by a resource that they share. In a
-program that is loaded from the compile cache, each branch and loop body has a resource of its own:
-a collective in a branch and one beside the branch may then begin in any order, and devices wait for
-each other for ever or receive each other's values (seen with jaxlib 0.12.0.1). On GPUs
-the order is that of a stream.
+the same time where no data orders them. A resource that all collectives share lets one begin only
+after those before it, or the loop or branch that has them (why that is enough:
+`jax_internals.give_collectives_channels`). In a program that is loaded from the compile cache, each
+branch and loop body has a resource of its own: a collective in a branch and one beside the branch
+may then begin in any order, and devices wait for each other for ever (seen with jaxlib 0.12.0.1).
+On GPUs the order is that of a stream.
 """
 
 from functools import cache
