@@ -8,21 +8,23 @@ remainder.
 
 `pack_next_fit` is next-fit. `pack_best_fit` is best-fit decreasing: the longest first, each into
 the fullest row that still has room. All remainders of equal length are placed in one operation, so
-the work
-grows with the number of distinct lengths, not of documents: packing 10 million documents takes
-seconds and 4 bytes per document besides their lengths. The seed shuffles documents of equal length.
+the work grows with the number of distinct lengths, not of documents: packing 10 million documents
+takes seconds and 4 bytes per document besides their lengths. The seed shuffles documents of equal
+length.
 """
 
 import bisect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from jaxpipe.data.best_fit import SquaresLimit, pack_best_fit
+
 _BLOCK = 1 << 18  # documents processed at a time, which bounds the size of temporary arrays
 _STRIDE = 256  # documents per entry of `Packing.full_pieces`
+_MORE_ROWS = 1.001  # rows of even packing over those of best-fit decreasing, at most
 
 
 class PackedPiece(NamedTuple):
@@ -93,8 +95,12 @@ def pack_documents(
     *,
     most: int,
     seed: int = 0,
+    even: bool = False,
 ) -> Packing:
     """Pack documents, `lengths` tokens each, integers `[N]`, with at most `most` in a row.
+
+    `even` bounds the sum of squares of the rows of `best_fit`, and so the cost of their attention,
+    unless this takes more rows or a document is longer than a row.
 
     >>> packing = pack_documents(np.array([4, 12, 3, 4]), 5, "best_fit", most=9)
     >>> [[tuple(piece) for piece in packing.pieces(row)] for row in range(len(packing))]
@@ -108,7 +114,13 @@ def pack_documents(
     if how == "sequential":
         return Packing(lengths, seq_len, wholes, pack_next_fit(lengths, seq_len, most))
     by_slots, counts = _sort_by_slots(lengths, seq_len, seed)
-    rows = pack_best_fit(counts, seq_len, most, by_slots, first=int(wholes[-1]))
+    first = int(wholes[-1])
+    rows = pack_best_fit(counts, seq_len, most, by_slots, first)
+    if even and not first and counts.any():  # a full piece has the square of a full row anyway
+        limit = SquaresLimit.from_lengths(counts)
+        evened = pack_best_fit(counts, seq_len, most, by_slots, first, limit)
+        if len(evened.numbers) <= _MORE_ROWS * len(rows.numbers):
+            rows = evened
     return Packing(lengths, seq_len, wholes, rows)
 
 
@@ -199,100 +211,3 @@ def _find_row_ends(rests: np.ndarray, seq_len: int, most: int) -> list[int]:
         at = after[at]
         row_ends.append(at)
     return row_ends
-
-
-class _RowGroup(NamedTuple):
-    """Rows with the same lengths of documents, in a linked list of nodes (see `BestFitRows`)."""
-
-    rows: int
-    held: int  # documents in each row
-    node: int = -1  # the node added last; -1: none
-    first: int = 0  # the instance of `node` in the group's first row
-
-
-@dataclass(frozen=True)
-class BestFitRows:
-    """Rows in groups whose rows have the same lengths of documents.
-
-    A node adds one document to every row of a group. Its instance i is the document
-    `by_slots[position + i]`, and the row of that document continues with instance `shift + i` of
-    the node `below`.
-    """
-
-    by_slots: np.ndarray  # documents sorted by slots
-    first: int  # index of the first row among all rows
-    groups: list[_RowGroup] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)  # cumulative rows up to and with each group
-    position: list[int] = field(default_factory=list)
-    below: list[int] = field(default_factory=list)
-    shift: list[int] = field(default_factory=list)
-
-    @property
-    def numbers(self) -> range:
-        """Indices of the rows, after all full pieces."""
-        return range(self.first, self.first + (self.ends[-1] if self.ends else 0))
-
-    def documents(self, row: int) -> list[int]:
-        """Return the documents of a row, the shortest remainder first."""
-        number = bisect.bisect_right(self.ends, row)
-        group = self.groups[number]
-        instance = row - (self.ends[number] - group.rows) + group.first
-        node, documents = group.node, []
-        while node >= 0:
-            documents.append(int(self.by_slots[self.position[node] + instance]))
-            node, instance = self.below[node], self.shift[node] + instance
-        return documents
-
-    def stacked(self, group: _RowGroup, rows: int, each: int, position: int) -> _RowGroup:
-        """Add `each` documents, from `by_slots[position]` on, to a group's first `rows` rows."""
-        node, shift = group.node, group.first
-        for _ in range(each):
-            self.position.append(position)
-            self.below.append(node)
-            self.shift.append(shift)
-            node, shift = len(self.position) - 1, 0
-            position += rows
-        return _RowGroup(rows, group.held + each, node)
-
-
-def pack_best_fit(
-    counts: np.ndarray, seq_len: int, most: int, by_slots: np.ndarray, first: int
-) -> BestFitRows:
-    """Pack remainders by best-fit decreasing.
-
-    Args:
-      counts: number of remainders by their slots, integers `[seq_len]`.
-      seq_len: L, slots of a row.
-      most: largest number of documents in a row.
-      by_slots: documents sorted by the slots of their remainder.
-      first: index of the first row.
-    """
-    made = BestFitRows(by_slots, first)
-    open_: dict[int, list[_RowGroup]] = {}  # groups by the free slots of their rows
-    free = 0  # bit c is set where a group has c free slots
-    positions = np.cumsum(counts) - counts
-    for slots in np.flatnonzero(counts)[::-1].tolist():
-        position, left = int(positions[slots]), int(counts[slots])
-        while left:
-            if above := free >> slots:
-                room = slots + (above & -above).bit_length() - 1
-                group = open_[room].pop()
-            else:
-                room, group = seq_len, _RowGroup(left, 0)
-            each = min(room // slots, most - group.held, left)
-            rows = min(group.rows, left // each)
-            if group.held and rows < group.rows:
-                rest = group._replace(rows=group.rows - rows, first=group.first + rows)
-                open_[room].append(rest)
-            elif group.held and not open_[room]:
-                free ^= 1 << room
-            group = made.stacked(group, rows, each, position)
-            position, left, room = position + rows * each, left - rows * each, room - each * slots
-            if room and group.held < most:
-                open_.setdefault(room, []).append(group)
-                free |= 1 << room
-            else:
-                made.groups.append(group)
-    made.groups.extend(group for groups in open_.values() for group in groups)
-    made.ends.extend(accumulate(group.rows for group in made.groups))
-    return made

@@ -55,6 +55,7 @@ class _RowSettings(NamedTuple):
     packing: Literal["none", "sequential", "best_fit"] = "none"
     most: int = 1  # largest number of documents in a row
     seed: int = 0  # shuffles documents of equal length
+    even: bool = False  # bounds the attention of a row
     answers: tuple[str, ...] = ()  # rows are the answers of pairs; what they have beside tokens
 
     @property
@@ -64,7 +65,8 @@ class _RowSettings(NamedTuple):
             return f" answers with {' '.join(self.answers)}"
         if self.packing == "none":
             return ""
-        drawn = f" of {self.seed}" if self.packing == "best_fit" else ""
+        best_fit = self.packing == "best_fit"
+        drawn = f"{' even' if self.even else ''} of {self.seed}" if best_fit else ""
         return f" packing={self.packing}{drawn} max_documents={self.most}"
 
 
@@ -95,7 +97,8 @@ def open_data(
     if answers:
         of_train = of_heldout = _RowSettings(seq_len, answers=answers)
     elif config.packing != "none":
-        of_train = _RowSettings(seq_len, config.packing, config.max_documents, seed)
+        even = config.balance_rows > 1
+        of_train = _RowSettings(seq_len, config.packing, config.max_documents, seed, even)
         of_heldout = of_train._replace(packing="sequential")
     elif variable_length:
         of_train = of_heldout = _RowSettings(seq_len, "sequential")
@@ -239,8 +242,9 @@ def _pack_documents(
                 f"without borders: prepare it with documents, or leave {asked} out."
             )
     packing = pack_documents(
-        documents.lengths, rows.seq_len, rows.packing, most=rows.most, seed=rows.seed
-    )
+        documents.lengths, rows.seq_len, rows.packing,
+        most=rows.most, seed=rows.seed, even=rows.even,
+    )  # fmt: skip
     if not len(packing):
         raise ConfigError(
             f"{asked} makes rows of whole documents, but none in {documents.place} has two tokens, "

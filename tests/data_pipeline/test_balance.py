@@ -16,7 +16,7 @@ from meshes import problem, rows_of
 
 from jaxpipe.config import DataConfig, SourceConfig, load
 from jaxpipe.data import balance as balancing
-from jaxpipe.data.balance import BalancedOrder, RowBalance
+from jaxpipe.data.balance import BalancedOrder, RowBalance, divide
 from jaxpipe.data.batches import DataSplit, training_order
 from jaxpipe.data.packing import pack_documents
 from jaxpipe.data.sources import RunData, open_data
@@ -174,7 +174,7 @@ def test_no_step_of_a_block_has_a_microbatch_that_others_wait_for(
     size=st.integers(1, 9), seed=st.integers(0, 3), most=st.sampled_from([16, 1 << 16]),
     step=st.integers(1, 7),
 )  # fmt: skip
-def test_windows_keep_their_rows_in_blocks_of_equal_attention(
+def test_windows_keep_their_rows_in_blocks_of_similar_attention(
     size: int, seed: int, most: int, step: int
 ) -> None:
     samples = Numbered(61)
@@ -193,14 +193,45 @@ def test_windows_keep_their_rows_in_blocks_of_equal_attention(
         for first in (0, 3 * window):
             numbers = [order[first + at] for at in range(window)]
             assert sorted(numbers) == sorted(given_order[first + at] for at in range(window))
-            squares = [sum(n * n for n in samples.documents_of(number)) for number in numbers]
-            blocks = sorted(np.reshape(squares, (-1, size)).tolist())
-            assert np.ravel(blocks).tolist() == sorted(squares)
+            given = [given_order[first + at] for at in range(window)]
+            squares = [sum(n * n for n in samples.documents_of(number)) for number in given]
+            want = np.array(given)[divide(np.array(squares), size)].tolist()
+            assert sorted(np.reshape(numbers, (-1, size)).tolist()) == sorted(want)
         resumed = balanced()  # a run that resumes in the middle, with steps of another size
         middle = window // 2 + step
         assert [resumed[at] for at in range(middle, middle + 20)] == [
             order[at] for at in range(middle, middle + 20)
         ]
+
+
+def loss(costs: np.ndarray) -> float:
+    """What `divide` makes small, of one run, by its costs `[blocks, size]`."""
+    return len(costs) * (costs.max() / costs.mean() - 1) ** 4
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 1000))
+def test_no_other_runs_of_blocks_are_more_even(blocks: int, size: int, seed: int) -> None:
+    """`divide` against all divisions of the sorted rows into runs."""
+    rng = np.random.default_rng(seed)
+    costs = np.round(np.exp(rng.normal(3, 1, blocks * size))).astype(int) + 1
+    ranked = np.sort(costs)[::-1]
+
+    def divisions(first: int) -> list[tuple[float, list[list[int]]]]:
+        if first == blocks:
+            return [(0.0, [])]
+        found = []
+        for end in range(first + 1, blocks + 1):
+            run = ranked[first * size : end * size].reshape(size, -1).T
+            found += [(loss(run) + rest, [*run.tolist(), *more]) for rest, more in divisions(end)]
+        return found
+
+    divided = divide(costs, size)
+    assert sorted(divided.ravel()) == list(range(len(costs)))
+    all_divisions = divisions(0)
+    least = min(total for total, _ in all_divisions)
+    best = [found for total, found in all_divisions if total <= least + 1e-12]
+    assert costs[divided].tolist() in best
 
 
 def test_an_epoch_has_each_row_once_and_its_blocks_differ_from_those_of_the_next() -> None:
@@ -215,7 +246,7 @@ def test_an_epoch_has_each_row_once_and_its_blocks_differ_from_those_of_the_next
 def test_rows_are_those_of_earlier_versions() -> None:
     # A checkpoint holds only a position, so its rows must not change with jaxpipe or numpy.
     order = BalancedOrder(range(12), lambda row: [5 * row % 12, 1], 2, 6, 3)
-    assert [order[at] for at in range(12)] == [4, 2, 3, 1, 0, 5, 10, 8, 6, 11, 9, 7]
+    assert [order[at] for at in range(12)] == [5, 0, 1, 3, 2, 4, 7, 9, 11, 6, 8, 10]
 
 
 def opened(path: Path, **how: Any) -> RunData:
@@ -242,6 +273,17 @@ def test_a_run_resumes_in_the_middle_of_a_window(tmp_path: Path) -> None:
     positions = range(12)
     assert [one.train.order[at] for at in positions] == [plain.train.order[at] for at in positions]
     assert [data.train.order[at] for at in positions] != [plain.train.order[at] for at in positions]
+
+
+def test_rows_that_are_balanced_are_packed_evenly(tmp_path: Path) -> None:
+    documents = [[[65] * tokens] for tokens in [6] * 6 + [2] * 400]
+    path = write(tmp_path / "shard.bin", documents, "uint16")
+    longest = []
+    for size in (0, 1, 2):
+        samples = opened(path, balance_rows=size).train.samples
+        rows = [samples.documents_of(row) for row in range(len(samples))]
+        longest.append(max(row.count(5) for row in rows))
+    assert longest == [3, 3, 1]
 
 
 def test_a_window_is_shorter_than_the_epoch_of_a_small_source(tmp_path: Path) -> None:

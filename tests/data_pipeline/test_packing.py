@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpipe.data.best_fit import SquaresLimit, pack_best_fit
 from jaxpipe.data.corpus import STDLIB, _read_sources
 from jaxpipe.data.packing import Packing, pack_documents, pack_next_fit
 
@@ -32,9 +33,10 @@ def padding(packing: Packing) -> float:
     most=st.integers(1, 9),
     how=st.sampled_from(HOW),
     seed=st.integers(0, 3),
+    even=st.booleans(),
 )
-def test_no_slot_is_lost_or_there_twice(lengths, seq_len, most, how, seed) -> None:
-    packing = pack_documents(np.array(lengths), seq_len, how, most=most, seed=seed)
+def test_no_slot_is_lost_or_there_twice(lengths, seq_len, most, how, seed, even) -> None:
+    packing = pack_documents(np.array(lengths), seq_len, how, most=most, seed=seed, even=even)
     check_all_are_there_once(np.array(lengths), packing, most)
 
 
@@ -114,6 +116,45 @@ def test_best_fit_needs_no_more_rows_than_one_document_at_a_time() -> None:
             best = min(fits, key=lambda i: rows[i][0])
             rows[best] = rows[best][0] - slots, rows[best][1] + 1
         assert len(pack_documents(lengths, 64, "best_fit", most=most)) == len(rows)
+
+
+def squares(packing: Packing) -> np.ndarray:
+    """Sum of squares of each row."""
+    return np.array([sum(slots**2 for _, _, slots in row) for row in rows_of(packing)])
+
+
+@pytest.mark.parametrize(("seq_len", "sigma"), [(131072, 0.5), (32768, 0.5), (131072, 0.8)])
+def test_even_rows_are_below_twice_the_mean_or_the_longest_document(seq_len, sigma) -> None:
+    """Best-fit decreasing has rows far above both, which no other rows are like."""
+    lengths = np.random.default_rng(0).lognormal(7.1, sigma, 100_000).astype(int) + 2
+    assert lengths.max() < seq_len
+    plain, even = (
+        pack_documents(lengths, seq_len, "best_fit", most=1024, even=even) for even in (False, True)
+    )
+    slots = np.sort(lengths - 1)
+    short = slots[np.searchsorted(np.cumsum(slots), seq_len)]  # a row of the shortest is below
+    alone = slots[-1] ** 2 + (seq_len - slots[-1]) * short
+    limit = max(2 * (slots**2).sum() / slots.sum() * seq_len, alone)
+    assert squares(plain).max() > 1.2 * limit
+    assert squares(even).max() <= limit
+    assert len(even) <= 1.001 * len(plain)
+
+
+def test_no_document_is_lost_that_waits_for_shorter_ones() -> None:
+    """Below any bound, a row is one document, and waits to the end."""
+    counts = np.array([0, 0, 3, 1, 0, 2, 0, 0])
+    rows = pack_best_fit(counts, 8, 9, np.arange(6), 0, SquaresLimit(0))
+    assert sorted(map(rows.documents, rows.numbers)) == [[0], [1], [2], [3], [4], [5]]
+
+
+def test_rows_that_cannot_be_even_without_padding_are_those_of_best_fit() -> None:
+    # 200 rows of a document of 60 would wait for documents of 5, which fill 15 rows.
+    lengths = np.repeat([60, 11, 8, 5], [200, 3000, 3000, 300]) + 1
+    plain, even = (
+        rows_of(pack_documents(lengths, 100, "best_fit", most=64, even=even))
+        for even in (False, True)
+    )
+    assert even == plain
 
 
 def test_rows_depend_on_the_seed_and_lengths_alone() -> None:
