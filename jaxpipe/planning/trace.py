@@ -229,8 +229,8 @@ def _layer_costs(
     over_tp = sent((TP,), parallel.tp)
     peak = max(one.peak for one in working.values())  # BW does what the others do
     sends = any(of["B"] for of in (over_ep, over_cp, over_tp))
-    stash, gradients = _stash_of(both), _bytes([var.aval for var in ops["W"].outvars])
-    working["BW"] = WorkingSet(peak, stash if sends else min(stash, gradients))
+    gradients = _bytes([var.aval for var in ops["W"].outvars])
+    working["BW"] = WorkingSet(peak, live_for_w(both, gradients, sends=sends))
     return LayerCosts(
         **{op: product_flops(jaxpr, before) for op, jaxpr in ops.items()},
         in_fp8={op: product_flops(jaxpr, before, fp8=True) for op, jaxpr in ops.items()},
@@ -245,10 +245,22 @@ def _layer_costs(
     )
 
 
-def _stash_of(both: Jaxpr) -> int:
-    """Bytes of the values that B hands to W in BW, which a barrier ties together."""
-    barriers = (eqn for eqn in both.eqns if eqn.primitive.name == "optimization_barrier")
-    return sum(_bytes([var.aval for var in eqn.invars]) for eqn in barriers)
+def live_for_w(both: Jaxpr, gradients: int, *, sends: bool) -> int:
+    """Bytes that a layer's W keeps live while B of the layer before it runs, in BW.
+
+    Where B has collectives, W hides them one layer behind B, so all that W reads is live.
+    Elsewhere XLA delays the products of W as long as they write more than they free.
+
+    Args:
+      both: BW, in which W reads what B hands to it behind B's last barrier
+        (`LayerSplit.backward`). Of a gathered value W reads the result, and not the shard.
+      gradients: bytes of the gradients that W returns.
+      sends: whether B has collectives.
+    """
+    handed = [eqn for eqn in both.eqns if eqn.primitive.name == "optimization_barrier"][-1].outvars
+    read = {var for eqn in both.eqns for var in eqn.invars if isinstance(var, Var)}
+    stash = _bytes([var.aval for var in handed if var in read])
+    return stash if sends else min(stash, gradients)
 
 
 def _inputs(jaxpr: Jaxpr, args: tuple[Tree, ...], places: Collection[int]) -> list[Var]:

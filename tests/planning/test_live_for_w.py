@@ -1,0 +1,51 @@
+"""What a layer's W keeps live beside B of the next layer in BW: by hand, and of a model's layer."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxpipe.config import load
+from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.trace import live_for_w
+
+IN, OUT = 3, 5
+SMALL = "tests/data/small.toml"
+
+
+def backward(w, x, dy):
+    """BW of x @ w, whose B has a barrier of its own and hands over a shard that W does not read."""
+    dy = lax.optimization_barrier((dy, w))[0]
+    shard = x[:1]
+    dx = dy @ w.T
+    _, x, dy = lax.optimization_barrier((shard, x, dy))
+    return dx, x.T @ dy
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sends", "floats"),
+    [
+        (1, False, 1 * (IN + OUT)),  # x and dy are less than the gradient: the product waits
+        (2, False, IN * OUT),  # the product frees more than it writes
+        (2, True, 2 * (IN + OUT)),  # it waits in any case, for the collectives that it hides
+    ],
+)
+def test_w_keeps_what_it_reads_or_what_it_writes(tokens, sends, floats):
+    shapes = (IN, OUT), (tokens, IN), (tokens, OUT)
+    both = jax.make_jaxpr(backward)(*map(jnp.ones, shapes)).jaxpr
+    assert live_for_w(both, 4 * IN * OUT, sends=sends) == 4 * floats
+
+
+@pytest.mark.parametrize("method", ["ring", "gather"])
+def test_barriers_of_the_attention_hand_nothing_to_w(method):
+    how = ["train.seq_len=256", "parallel.pp=2", "parallel.dp=2", "parallel.cp=2"]
+    layer = costs_of(load(SMALL, [*how, f"parallel.cp_method={method}"])).kinds["layer"]
+    assert layer.working["BW"].results == layer.stash
+
+
+def test_w_keeps_gathered_values_and_not_their_shards():
+    """What devices of a layer keep is the same if they divide the sequence between its products."""
+    how = ["parallel.pp=2", "parallel.dp=1", "parallel.tp=2", "train.remat=full"]
+    shared = [*how, "parallel.sequence_parallel=true"]
+    alone, gathered = (costs_of(load(SMALL, given)).kinds["layer"] for given in (how, shared))
+    assert gathered.working["BW"].results == alone.working["BW"].results
