@@ -73,6 +73,11 @@ class LayerSplit:
         )  # fmt: skip
 
     @property
+    def handed(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What B hands to W behind a barrier in BW: the W stash, and gathered values."""
+        return (*self.stash, *_shapes(self._crossing.gathered))
+
+    @property
     def has_collectives(self) -> bool:
         """Whether the layer communicates over a mesh axis."""
         return any(map(names_axis, self._closed.effects))

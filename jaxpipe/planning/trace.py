@@ -230,7 +230,7 @@ def _layer_costs(
     peak = max(one.peak for one in working.values())  # BW does what the others do
     sends = any(of["B"] for of in (over_ep, over_cp, over_tp))
     gradients = _bytes([var.aval for var in ops["W"].outvars])
-    working["BW"] = WorkingSet(peak, live_for_w(both, gradients, sends=sends))
+    working["BW"] = WorkingSet(peak, live_for_w(both, split.handed, gradients, sends=sends))
     return LayerCosts(
         **{op: product_flops(jaxpr, before) for op, jaxpr in ops.items()},
         in_fp8={op: product_flops(jaxpr, before, fp8=True) for op, jaxpr in ops.items()},
@@ -245,21 +245,26 @@ def _layer_costs(
     )
 
 
-def live_for_w(both: Jaxpr, gradients: int, *, sends: bool) -> int:
+def live_for_w(both: Jaxpr, handed: Tree, gradients: int, *, sends: bool) -> int:
     """Bytes that a layer's W keeps live while B of the layer before it runs, in BW.
 
     Where B has collectives, W hides them one layer behind B, so all that W reads is live.
     Elsewhere XLA delays the products of W as long as they write more than they free.
 
     Args:
-      both: BW, in which W reads what B hands to it behind B's last barrier
-        (`LayerSplit.backward`). Of a gathered value W reads the result, and not the shard.
+      both: BW, in which a barrier ties what B hands to W. Of a gathered value W reads the result,
+        and not the shard.
+      handed: shapes and dtypes of what B hands to W (`LayerSplit.handed`).
       gradients: bytes of the gradients that W returns.
       sends: whether B has collectives.
     """
-    handed = [eqn for eqn in both.eqns if eqn.primitive.name == "optimization_barrier"][-1].outvars
+    wanted = [(one.shape, one.dtype) for one in handed]
     read = {var for eqn in both.eqns for var in eqn.invars if isinstance(var, Var)}
-    stash = _bytes([var.aval for var in handed if var in read])
+    stash = 0
+    for eqn in both.eqns:
+        given = [(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
+        if eqn.primitive.name == "optimization_barrier" and given == wanted:
+            stash = _bytes([var.aval for var in eqn.outvars if var in read])
     return stash if sends else min(stash, gradients)
 
 

@@ -14,12 +14,13 @@ SMALL = "tests/data/small.toml"
 
 
 def backward(w, x, dy):
-    """BW of x @ w, whose B has a barrier of its own and hands over a shard that W does not read."""
+    """BW of x @ w, whose B and W have barriers of their own; W does not read the shard."""
     dy = lax.optimization_barrier((dy, w))[0]
     shard = x[:1]
     dx = dy @ w.T
     _, x, dy = lax.optimization_barrier((shard, x, dy))
-    return dx, x.T @ dy
+    dw = lax.optimization_barrier(x.T @ dy)
+    return dx, dw
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,8 @@ def backward(w, x, dy):
 def test_w_keeps_what_it_reads_or_what_it_writes(tokens, sends, floats):
     shapes = (IN, OUT), (tokens, IN), (tokens, OUT)
     both = jax.make_jaxpr(backward)(*map(jnp.ones, shapes)).jaxpr
-    assert live_for_w(both, 4 * IN * OUT, sends=sends) == 4 * floats
+    handed = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((1, IN), *shapes[1:])]
+    assert live_for_w(both, handed, 4 * IN * OUT, sends=sends) == 4 * floats
 
 
 @pytest.mark.parametrize("method", ["ring", "gather"])
