@@ -144,6 +144,20 @@ class _PackedLayout(NamedTuple):
         sequence_BL = number_BL + most * jnp.arange(examples)[:, None]
         return sequence_BL[:, None], jnp.arange(heads)[None, :, None], place_BL[:, None]
 
+    def by_sequence(self, x_BHL: jax.Array) -> jax.Array:
+        """x where cuDNN's log-sum-exp has it, `[B * N, H, S]`, and zeros elsewhere.
+
+        It is gathered, because the zeros for a scatter depend on nothing: XLA would write those of
+        all layers before the first layer runs.
+        """
+        token_BNS = self.first_BN[..., None] + jnp.arange(self.tokens)[None, None]
+        end_BN1 = (self.first_BN + self.length_BN)[..., None]
+        own_BNS = token_BNS - self.begin
+        known_BNS = (token_BNS < end_BN1) & (own_BNS >= 0)  # documents end with the shard
+        read = jax.vmap(lambda x_HL, own_NS: x_HL.at[:, own_NS].get(mode="clip"))
+        x_BNHS = jnp.where(known_BNS[:, None], read(x_BHL, own_BNS), 0).swapaxes(1, 2)
+        return x_BNHS.reshape(-1, *x_BNHS.shape[2:])
+
 
 def _lower_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, length: jax.Array,
@@ -165,11 +179,8 @@ def _lower_backward(
     packing = _PackedLayout(first, length, begin, q.shape[1], k.shape[1])
     q = packing.placed(q)
     primitive, how = _cudnn_primitive("bwd", q, window)
-    heads = q.shape[2]
-    wide = jnp.zeros((first.size, heads, packing.tokens), logsumexp.dtype)
-    wide = wide.at[packing.places(heads)].set(logsumexp, unique_indices=True)
     operands = _operands(packing, q, k, v)
-    after = wide, packing.placed(mixed), packing.placed(dmixed)
+    after = packing.by_sequence(logsumexp), packing.placed(mixed), packing.placed(dmixed)
     dq, dk, dv = primitive.bind(*operands, *after, **how)
     return [packing.own(dq), packing.seen(dk), packing.seen(dv)]
 

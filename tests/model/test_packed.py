@@ -10,7 +10,7 @@ from oracles import ragged
 
 from jaxpipe.model.attention import CachedKeys, CausalAttention, causal_attention
 from jaxpipe.model.dropout import Dropout, Masks
-from jaxpipe.model.packed import RowDocuments, shard_documents
+from jaxpipe.model.packed import RowDocuments, _PackedLayout, shard_documents
 from jaxpipe.partition.devices import ONE_DEVICE
 
 ROWS = ((7, 2, 3), (12,), (1, 4, 5, 1), ())  # document lengths in rows of 12; the rest is padding
@@ -155,6 +155,16 @@ def test_documents_of_a_part():
     assert length.tolist() == [[4, 1], [4, 0], [8, 0], [4, 0]]
 
 
+@pytest.mark.parametrize(("begin", "queries"), [(0, 12), (4, 4)])
+def test_cudnn_finds_every_query_where_it_left_it(begin, queries):
+    """Its backward pass is given the values that places of the forward pass have, else zeros."""
+    of = RowDocuments(*(leaf[:, begin : begin + queries] for leaf in documents()))
+    layout = _PackedLayout(*shard_documents(of, begin, most=5), begin, queries, 12)
+    values = jax.random.normal(jax.random.key(0), (len(ROWS), 2, queries))
+    wanted = jnp.zeros((len(ROWS) * 5, 2, 12)).at[layout.places(2)].set(values)
+    np.testing.assert_array_equal(layout.by_sequence(values), wanted)
+
+
 @pytest.mark.parametrize("most", [1, 63])
 def test_a_gpu_is_given_documents_and_no_mask(most):
     """Lowered only. cuDNN gets the first element and length of each document, and the window."""
@@ -170,6 +180,8 @@ def test_a_gpu_is_given_documents_and_no_mask(most):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__cudnn$fmhaSoftmax(") == text.count("__cudnn$fmhaSoftmaxBackward(") == 1
     assert "x256x256x" not in text
+    # No scatter of the log-sum-exp: its zeros would be in memory for all layers at once.
+    assert f"xi32>, tensor<2x4x256xf32>) -> tensor<{2 * most}x4x256xf32>" not in text
     for told in (
         f"max_seg_per_batch\\22: {most},", "PADDING_CAUSAL", "sliding_window_length\\22: 100,"
     ):  # fmt: skip
