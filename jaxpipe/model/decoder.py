@@ -26,6 +26,7 @@ from jaxpipe.model.loss import (
     cross_entropy_sum,
     map_chunks,
     score_targets,
+    softcap,
 )
 from jaxpipe.model.objective import Objective
 from jaxpipe.model.packed import RowDocuments
@@ -220,7 +221,8 @@ class CausalDecoder:
         self, x: jax.Array, head: jax.Array, targets: jax.Array, z_loss: float
     ) -> jax.Array:
         """Summed cross-entropy of the logits x @ head, `[B, L, D]` and `[D, V]`, in nats."""
-        devices, last = self._embed_head_devices, (z_loss, self.config.vocab_size)
+        config, devices = self.config, self._embed_head_devices
+        last = z_loss, config.vocab_size, config.logit_cap
         if self.loss_chunks > 1:
             return chunked_cross_entropy_sum(x, head, targets, devices, self.loss_chunks, *last)
         return cross_entropy_sum(x @ head, targets, devices, *last)
@@ -228,7 +230,7 @@ class CausalDecoder:
     def logits(self, embed_head: Tree, x: jax.Array) -> jax.Array:
         """Logits `[B, L, V]` of the next tokens; V are this device's shard of the vocabulary."""
         x, head = nnx.merge(self._embed_head_graph, embed_head).leave(x)
-        return x @ head
+        return softcap(x @ head, self.config.logit_cap)
 
     def next_logits(self, embed_head: Tree, x: jax.Array, rows: Tree) -> jax.Array:
         """Logits `[B, V]` after the one place in each row whose target counts.
@@ -251,7 +253,7 @@ class CausalDecoder:
         devices, size = self._embed_head_devices, self.config.vocab_size
 
         def of_chunk(head: jax.Array, x: jax.Array, targets: jax.Array) -> TokenScores:
-            return score_targets(x @ head, targets, devices, size)
+            return score_targets(x @ head, targets, devices, size, self.config.logit_cap)
 
         if self.loss_chunks > 1:  # a gradient computes a chunk's logits again
             of_chunk = jax.checkpoint(of_chunk)

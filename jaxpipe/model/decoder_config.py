@@ -54,6 +54,11 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
         """Number of last tokens that a query attends to, itself included; 0: all."""
         return 0
 
+    @property
+    def logit_cap(self) -> float:
+        """Bound on logits: a soft cap (`jaxpipe.model.loss.softcap`); 0: none."""
+        return 0.0
+
     def resolved(self) -> Self:
         """The same configuration with `head_dim` filled in."""
         return replace(self, head_dim=self.head_size)

@@ -17,12 +17,24 @@ from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
 IGNORE = -100  # target of tokens that the loss ignores
 
 
+def softcap(logits: jax.Array, cap: float) -> jax.Array:
+    """c tanh(logits / c) for the cap c; the logits themselves for a cap of 0.
+
+    Gemma Team 2024, "Gemma 2", section 2 (logit soft-capping).
+
+    >>> [round(float(softcap(jnp.float32(x), 2.0)), 3) for x in (0.1, 2.0, 100.0)]
+    [0.1, 1.523, 2.0]
+    """
+    return cap * jnp.tanh(logits / cap) if cap else logits
+
+
 def cross_entropy_sum(
     logits_BLV: jax.Array,
     targets_BL: jax.Array,
     devices: OneDevice = ONE_DEVICE,
     z_loss: float = 0.0,
     vocabulary: int | None = None,
+    cap: float = 0.0,
 ) -> jax.Array:
     """Sum over the tokens that are not ignored of -log softmax(logits)[target], in nats.
 
@@ -34,9 +46,9 @@ def cross_entropy_sum(
     near 1 (Chowdhery et al. 2022, PaLM, section 5).
 
     `vocabulary` is the size of the full vocabulary (None: that of all shards). Logits beyond it are
-    padding, which neither counts nor has a gradient.
+    padding, which neither counts nor has a gradient. `cap` bounds logits (`softcap`).
     """
-    picked = _pick_targets(logits_BLV, targets_BL, devices, vocabulary)
+    picked = _pick_targets(logits_BLV, targets_BL, devices, vocabulary, cap)
     loss = jnp.sum(jnp.where(picked.valid_BL, picked.logsumexp_BL - picked.target_BL, 0))
     if not z_loss:
         return loss
@@ -62,9 +74,10 @@ def score_targets(
     targets_BL: jax.Array,
     devices: OneDevice = ONE_DEVICE,
     vocabulary: int | None = None,
+    cap: float = 0.0,
 ) -> TokenScores:
     """Score each target; arguments as those of `cross_entropy_sum`."""
-    picked = _pick_targets(logits_BLV, targets_BL, devices, vocabulary)
+    picked = _pick_targets(logits_BLV, targets_BL, devices, vocabulary, cap)
     logprobs_BL = jnp.where(picked.valid_BL, picked.target_BL - picked.logsumexp_BL, 0)
     greedy_BL = picked.valid_BL & (picked.target_BL >= picked.largest_BL)
     return TokenScores(logprobs_BL, greedy_BL.astype(jnp.int32))
@@ -80,10 +93,14 @@ class _Picked(NamedTuple):
 
 
 def _pick_targets(
-    logits_BLV: jax.Array, targets_BL: jax.Array, devices: OneDevice, vocabulary: int | None
+    logits_BLV: jax.Array,
+    targets_BL: jax.Array,
+    devices: OneDevice,
+    vocabulary: int | None,
+    cap: float,
 ) -> _Picked:
     logits_BLV = logits_BLV.astype(jnp.promote_types(logits_BLV.dtype, jnp.float32))
-    logits_BLV = _without_padding(logits_BLV, devices, vocabulary)
+    logits_BLV = _without_padding(softcap(logits_BLV, cap), devices, vocabulary)
     valid_BL = targets_BL != IGNORE
     own_BL, index_BL = local_entries(
         jnp.where(valid_BL, targets_BL, 0), logits_BLV.shape[-1], devices
@@ -130,7 +147,7 @@ def _picked_backward(residuals: Any, gradient_BL: jax.Array) -> tuple[jax.Array,
 _pick.defvjp(_picked_forward, _picked_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
 def chunked_cross_entropy_sum(
     x_BLD: jax.Array,
     head_DV: jax.Array,
@@ -139,6 +156,7 @@ def chunked_cross_entropy_sum(
     chunks: int,
     z_loss: float = 0.0,
     vocabulary: int | None = None,
+    cap: float = 0.0,
 ) -> jax.Array:
     """`cross_entropy_sum(x @ head, targets)`, with the logits of one chunk live at a time.
 
@@ -150,7 +168,8 @@ def chunked_cross_entropy_sum(
 
     def one(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         x, targets = part
-        return total + cross_entropy_sum(x @ head_DV, targets, devices, z_loss, vocabulary), None
+        own = cross_entropy_sum(x @ head_DV, targets, devices, z_loss, vocabulary, cap)
+        return total + own, None
 
     parts = _split_chunks(x_BLD, chunks), _split_chunks(targets_BL, chunks)
     return lax.scan(one, _no_loss(x_BLD, z_loss), parts)[0]
@@ -164,9 +183,10 @@ def _forward(
     chunks: int,
     z_loss: float,
     vocabulary: int | None,
+    cap: float,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     def loss(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        losses = cross_entropy_sum(logits, targets, devices, z_loss, vocabulary)
+        losses = cross_entropy_sum(logits, targets, devices, z_loss, vocabulary, cap)
         return losses.sum(), losses
 
     def one(totals: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]) -> tuple:
@@ -187,6 +207,7 @@ def _backward(
     __: int,
     z_loss: float,
     ___: int | None,
+    ____: float,
     made: tuple[jax.Array, jax.Array],
     scale: jax.Array,
 ) -> tuple[jax.Array, jax.Array, None]:

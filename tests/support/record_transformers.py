@@ -72,6 +72,7 @@ MODELS = {
         | {
             "head_dim": 6, "query_pre_attn_scalar": 10, "sliding_window": 3,
             "pad_token_id": None,  # the embedding of such a token would have no gradient
+            "final_logit_softcapping": 0.5,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},

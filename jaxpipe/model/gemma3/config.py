@@ -8,6 +8,7 @@ from jaxpipe.model.decoder_config import PositiveFloat
 from jaxpipe.model.family import Count
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.presets import Preset, decoder_sizes
+from jaxpipe.model.moe.config import NotNegative
 
 
 class Gemma3Config(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -22,6 +23,7 @@ class Gemma3Config(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only
     qk_norm: bool = True
     tie_embeddings: bool = True
     query_width: Count = 0  # scores are divided by its square root; 0: head_dim
+    logit_softcap: NotNegative = 0.0  # bound c: logits become c tanh(logit / c); 0: none
 
     GATE: ClassVar[str] = "gelu_tanh"
     NORM_OFFSET: ClassVar[float] = 1.0
@@ -31,6 +33,11 @@ class Gemma3Config(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only
     def resolved(self) -> Self:
         """The same configuration with every derived size filled in."""
         return replace(super().resolved(), query_width=self.query_width or self.head_size)
+
+    @property
+    def logit_cap(self) -> float:
+        """Bound on logits."""
+        return self.logit_softcap
 
     @property
     def query_factor(self) -> float:

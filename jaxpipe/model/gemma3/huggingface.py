@@ -32,8 +32,7 @@ class Gemma3Format(LlamaFormat):
     ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "hidden_activation": ("gelu_pytorch_tanh",),
         "attention_bias": (False,),
-        "attn_logit_softcapping": (None,),
-        "final_logit_softcapping": (None,),
+        "attn_logit_softcapping": (None,),  # transformers would ignore it
         "use_bidirectional_attention": (False, None),
         "partial_rotary_factor": (1, None),
         "quantization_config": (None,),
@@ -41,7 +40,6 @@ class Gemma3Format(LlamaFormat):
     WRITTEN: ClassVar[Fields] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
     }
 
     def with_defaults(self, theirs: Fields) -> Fields:
@@ -64,8 +62,9 @@ class Gemma3Format(LlamaFormat):
         return super().with_defaults(without | (own if ropes else {}))
 
     def own_expected(self, theirs: Fields) -> dict[str, Any]:
-        """The windows, the wavelengths of layers that have one, and the scale of scores."""
+        """Windows, wavelengths of layers that have one, scale of scores, cap of logits."""
         return {
+            "logit_softcap": theirs.get("final_logit_softcapping") or 0.0,
             "rope_local_theta": theirs["rope_local_base_freq"],
             "query_width": theirs["query_pre_attn_scalar"],
             "sliding_window": theirs["sliding_window"],
@@ -73,8 +72,9 @@ class Gemma3Format(LlamaFormat):
         } | self.read_layer_types(theirs)
 
     def own_written(self, model: Gemma3Config) -> dict[str, Any]:
-        """The windows, the wavelengths of layers that have one, and the scale of scores."""
+        """Windows, wavelengths of layers that have one, scale of scores, cap of logits."""
         return {
+            "final_logit_softcapping": model.logit_softcap or None,
             "rope_local_base_freq": model.rope_local_theta,
             "query_pre_attn_scalar": model.query_width or model.head_size,
             **self.written_layer_types(model),
