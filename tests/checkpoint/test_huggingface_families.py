@@ -79,8 +79,8 @@ def test_what_transformers_cannot_describe_is_not_exported(changes, message):
 
 
 REFUSED = {
-    "final_logit_softcapping=30.0 but this model has only": (
-        "gemma3_1b", {"final_logit_softcapping": 30.0}
+    "attn_logit_softcapping=30.0 but this model has only": (
+        "gemma3_1b", {"attn_logit_softcapping": 30.0}
     ),
     "use_bidirectional_attention=True but": ("gemma3_1b", {"use_bidirectional_attention": True}),
     "has layer_types that are not sliding_attention with full_attention in every n-th": (
