@@ -73,10 +73,13 @@ class Fp8Dot(Dot):
         from the operand's largest absolute value over all devices.
     """
 
-    ADDS_UP = False  # those of scales are maxima
-
     devices: OneDevice
     scales: Mapping[str, jax.Array] | None
+
+    @property
+    def adds_up(self) -> bool:
+        """No: the gradients of scales are maxima."""
+        return False
 
     def __call__(self, x: jax.Array, **weights: jax.Array) -> tuple[jax.Array, ...]:
         """Multiply as `Dot` does; x has the scale of the first weight.

@@ -240,6 +240,11 @@ class LoraDot(Dot):
     used: set[str]
     plain: Dot = PLAIN_DOT
 
+    @property
+    def adds_up(self) -> bool:
+        """As the products with the frozen weights do."""
+        return self.base.adds_up
+
     def __call__(self, x: jax.Array, **weights: jax.Array) -> tuple[jax.Array, ...]:
         """Multiply as `Dot` does, and add the adapters' products."""
         products = self.base(x, **weights)

@@ -8,7 +8,7 @@ input is).
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,8 +86,10 @@ class LayerNorm(nnx.Module):
 class Dot:
     """Products of activations with weights, in the dtype of the activations."""
 
-    # Whether the gradients of several calls with the same weights may be added.
-    ADDS_UP: ClassVar[bool] = True
+    @property
+    def adds_up(self) -> bool:
+        """Whether the gradients of several calls with the same weights may be added."""
+        return True
 
     def __call__(self, x: jax.Array, **weights: jax.Array) -> tuple[jax.Array, ...]:
         """Multiply x with each weight, `[..., in] x [in, out] -> [..., out]`.

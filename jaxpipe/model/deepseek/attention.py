@@ -72,7 +72,7 @@ class LatentAttention(nnx.Module):
             mixed_BLHV = jnp.einsum("blhr,rhv->blhv", mixed_BLHR, to_values_RHV)
         else:
             expand = partial(self._expand, given.dot)
-            by_block = given.dot.ADDS_UP
+            by_block = given.dot.adds_up
             mixed_BLHV, past = self.parts.attend(q_BLHK, *own, expand=expand, by_block=by_block)
         mixed_BLX = mixed_BLHV.reshape(*x_BLD.shape[:2], -1)
         (made_BLD,) = given.dot(mixed_BLX, wo=self.wo[...])
