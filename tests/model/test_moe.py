@@ -38,6 +38,7 @@ from jaxpipe.planning.trace import product_flops
     ("sizes", "message"),
     [
         ({"experts_per_token": 9}, "model.experts_per_token=9 exceeds model.n_experts=8"),
+        ({"experts_per_token": 1}, "model.norm_topk_prob=true with model.experts_per_token=1"),
         ({"expert_groups": 3}, "model.expert_groups=3 must divide model.n_experts=8"),
         ({"groups_per_token": 2}, "at least model.groups_per_token=2"),
         (

@@ -134,7 +134,8 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     def broken_mixture_rules(self, tp: int) -> Iterator[str]:
         """Yield a sentence for every rule that the sizes of the mixture break.
 
-        `model.experts_per_token` must be at most `model.n_experts`.
+        `model.experts_per_token` must be at most `model.n_experts`, and at least 2 with
+        `model.norm_topk_prob`.
 
         `model.d_expert` must be a multiple of `parallel.tp`.
 
@@ -154,6 +155,12 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
             yield (
                 f"model.experts_per_token={each} exceeds model.n_experts={experts}: a token goes "
                 f"to different experts; change one of them."
+            )
+        if each == 1 and self.norm_topk_prob:
+            yield (
+                "model.norm_topk_prob=true with model.experts_per_token=1 gives every token's only "
+                "expert the weight 1, whatever the router computes, so the router would not learn: "
+                "set model.norm_topk_prob=false, or raise model.experts_per_token."
             )
         if self.expert_width % tp:
             yield (
