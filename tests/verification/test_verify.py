@@ -37,6 +37,21 @@ OTHERS = {
         "experts_per_token = 2\nexpert_groups = 4\ngroups_per_token = 2\nshared_experts = 1",
         ("parallel.ep=2", "parallel.schedule=dualpipev", "data.packing=sequential"),
     ),
+    "llama4": (
+        "family = 'llama4'\nn_kv_heads = 4\nattention_chunk = 16\ntemperature_floor = 16\n"
+        "nope_every = 2\nn_experts = 4\nexperts_per_token = 1",
+        ("parallel.ep=2",),
+    ),
+    "gpt_oss": (
+        "family = 'gpt_oss'\nn_kv_heads = 4\nsliding_window = 16\nn_experts = 4\n"
+        "experts_per_token = 2",
+        ("parallel.ep=2", "model.capacity_factor=1.0", "parallel.schedule=zb_h1"),
+    ),
+    "gemma3": (
+        "family = 'gemma3'\nn_kv_heads = 4\nsliding_window = 16\nglobal_every = 2\n"
+        "logit_softcap = 30.0",
+        ("parallel.tp=2", "parallel.dp=1", "parallel.vocab_parallel_pp=true"),
+    ),
     "gpt2": (
         "family = 'gpt2'",
         ("parallel.tp=2", "parallel.cp=2", "parallel.cp_method=ulysses", "train.remat=full"),
@@ -109,7 +124,7 @@ def test_combinations_equal_the_reference(path, overrides):
     assert [one for one in found if not one.error <= verify.TOLERANCE] == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(unless=["llama4"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_families_equal_the_reference(tmp_path, name):
     fields, overrides = OTHERS[name]

@@ -134,8 +134,9 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     def broken_mixture_rules(self, tp: int) -> Iterator[str]:
         """Yield a sentence for every rule that the sizes of the mixture break.
 
-        `model.experts_per_token` must be at most `model.n_experts`, and at least 2 with
-        `model.norm_topk_prob`.
+        `model.experts_per_token` must be at most `model.n_experts`.
+
+        `model.norm_topk_prob` needs `model.experts_per_token` above 1.
 
         `model.d_expert` must be a multiple of `parallel.tp`.
 

@@ -37,10 +37,13 @@ class OneHot:
             chosen_BLKE *= before < room_B[:, None, None, None]
         weights_BLE = jnp.einsum("BLKE,BLK->BLE", chosen_BLKE, weights_BLK)
         x_END = jnp.broadcast_to(x_BLD.reshape(1, -1, x_BLD.shape[-1]), (count, *_tokens(x_BLD)))
-        one = jnp.ones((1, 1, 1), x_BLD.dtype)
-        outputs = experts(x_END, one, dot, own_of_batches).reshape(count, *x_BLD.shape)
+        weights_EN1 = jnp.moveaxis(weights_BLE, -1, 0).reshape(count, -1, 1)
+        at_inputs, at_outputs = weights_EN1, jnp.ones_like(weights_EN1)
+        if not self.config.SCALES_INPUTS:
+            at_inputs, at_outputs = at_outputs, at_inputs
+        outputs_END = experts(x_END, at_inputs, dot, own_of_batches) * at_outputs
         dropped = (chosen - chosen_BLKE.sum()).astype(jnp.int32)
-        return jnp.einsum("EBLD,BLE->BLD", outputs, weights_BLE), dropped
+        return outputs_END.sum(axis=0).reshape(x_BLD.shape), dropped
 
 
 def one_hot(config: MixtureConfig, *_: object) -> OneHot:
