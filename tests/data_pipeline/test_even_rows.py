@@ -93,7 +93,7 @@ def test_no_rows_in_no_order_are_better_than_the_bound(lengths, step, seed) -> N
 def test_the_largest_cost_is_near_the_mean_unless_documents_forbid_it(
     seq_len: int, mean: int, sigma: float
 ) -> None:
-    """The figures of the package's README, with one row in a microbatch."""
+    """The 3 % of the package's README, with one row in a microbatch."""
     lengths = log_normal_lengths(seq_len, mean, sigma)
     squares = squares_of(pack_documents(lengths, seq_len, "best_fit", most=1024, even=True))
     for step in STEPS:
