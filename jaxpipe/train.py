@@ -291,7 +291,7 @@ def _data(config: Config, directory: Path) -> "RunData":
     if config.train.loss_rows:
         raise ConfigError(
             f"train.loss_rows={list(config.train.loss_rows)} are in no data that this command "
-            f"reads: call `Trainer` from Python (jaxpipe/training/README.md)."
+            f"reads: call `Trainer` from Python (jaxpipe/training/TRAIN_ON_YOUR_LOSS.md)."
         )
     try:
         with processes.first_before_others("data"):
