@@ -65,7 +65,7 @@ _COLUMNS = (
         lambda one: one.exposed / one.seconds or None, ".1%",
     ),
     Column(
-        "saved", "share of the scan's time if N steps overlapped, which no run does yet",
+        "saved", "share of the scan's time that N overlapping steps save (train.fused_steps)",
         lambda one: one.saved, "z.1%",
     ),
 )  # fmt: skip
