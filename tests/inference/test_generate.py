@@ -40,7 +40,7 @@ def greedy(theirs, prompt, tokens):
     return made[0, len(prompt) :].tolist()
 
 
-@pytest.mark.slow(unless=["gpt2-*tp*", "v3-"])
+@pytest.mark.slow(unless=["gpt2-*tp*"])
 @pytest.mark.parametrize("overrides", ["", "parallel.tp=2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_those_of_transformers(name, overrides):

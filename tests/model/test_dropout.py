@@ -18,7 +18,7 @@ from jaxpipe.planning.checks import check_settings
 from jaxpipe.training.trainer import Trainer
 
 
-@pytest.mark.slow(unless=["dropping-zb_h1-*", "gpt2_dropping-*"])
+@pytest.mark.slow(unless=["dropping-zb_h1-*"])
 @pytest.mark.parametrize(
     ("model", "schedule", "mesh", "how"),
     [

@@ -86,7 +86,7 @@ def test_logits_and_files(tmp_path, name):
     assert_same_bytes(all_tensors(tmp_path / "out"), all_tensors(tmp_path / "hf"))
 
 
-@pytest.mark.slow(unless=["scout-"])
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", ["", "parallel.tp=2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_those_of_transformers(tmp_path, name, overrides):

@@ -28,6 +28,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow(only=["Llama4"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_text_model_is_imported(tmp_path, name, capsys):
     text, images = MODELS[name]

@@ -180,6 +180,7 @@ def test_ticks_in_which_nothing_enters_change_no_bit(name):
     jax.tree.map(np.testing.assert_array_equal, kept, plain)
 
 
+@pytest.mark.slow(only=["zb_h1-2"])
 @pytest.mark.parametrize(("name", "pp"), [("1f1b", 4), ("zb_h1", 2)])
 def test_exchanges_by_turns_change_no_bit(name, pp):
     """On two ranks the second phase has no pair."""

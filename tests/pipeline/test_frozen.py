@@ -80,7 +80,7 @@ def check(functions, schedule, dp=2, **execution):
         )
 
 
-@pytest.mark.slow(unless=["1f1b", "zbv", "dualpipe"])
+@pytest.mark.slow(unless=["1f1b", "zbv"])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_the_rest_has_the_gradients_of_one_device(name):
     check(toy({"embed", "norm"}), near(name, 2, 1), zero_stage=1, poison_bubbles=True)

@@ -91,7 +91,7 @@ def wanted(model, history, microbatches):
     )  # fmt: skip
 
 
-@pytest.mark.slow(unless=["llama-0-zb_h1-*", "llama-4-1f1b-*", "adapters-4-*", "latent-4-zb_h1-*"])
+@pytest.mark.slow(unless=["llama-0-zb_h1-*", "llama-4-1f1b-*", "adapters-4-*"])
 @pytest.mark.parametrize(
     ("model", "history", "name", "mesh", "sequence", "execution"),
     [

@@ -57,6 +57,7 @@ def flat(tree, prefix=""):
             yield f"{prefix}{name}", node
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, which peft calls
 def test_a_published_model_is_tuned_and_handed_over(tmp_path, capsys):
     peft = pytest.importorskip("peft")

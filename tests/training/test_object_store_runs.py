@@ -82,6 +82,7 @@ def spawn(server, cache, folder, *settings):
     return start(command, server.environment | {"XDG_CACHE_HOME": str(cache)})
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(store, tmp_path):
     """SIGKILL at a write of step 4's arrays: step 2 is read, the half step is removed."""
     process, requests = spawn(store, tmp_path, "killed", "train.steps=6"), []

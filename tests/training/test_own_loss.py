@@ -50,6 +50,7 @@ def load(path, overrides):
     return config
 
 
+@pytest.mark.slow(only=["experts"])
 @pytest.mark.parametrize("experts", [(), EXPERTS], ids=["dense", "experts"])
 def test_the_iteration_of_the_page(module, experts):
     """Its loss is that of ratios of 1, and its step favours what had a high reward."""

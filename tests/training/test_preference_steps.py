@@ -61,7 +61,7 @@ def path(tmp_path_factory):
     return path
 
 
-@pytest.mark.slow(unless=["zb_h1", "dualpipev"])
+@pytest.mark.slow(unless=["zb_h1"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_equals_one_device(path, name):
     config = configs.load(path, [f"parallel.schedule={name}", *WITH.get(name, ())])
