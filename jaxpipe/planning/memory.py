@@ -72,17 +72,16 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
     sums = trained.part if parallel.reshards else trained.whole
     overlaps = train.fused_steps > 1 and not mirrored
     cast = item != FLOAT32 or overlaps  # parameters that change in a program are copied for ops
-    read = end.whole * (cast or end.whole != end.part)
-    read += frozen_end.whole * (frozen_end.whole != frozen_end.part)
+    read = (end.whole if cast else end.gathered) + frozen_end.gathered
     of_layers = bool(costs.reads and parallel.ends_shared_by)
     read += of_layers * (end.of_layers + frozen_end.of_layers)
     if parallel.reshards:
         ahead = min(2, max(map(len, layout.chunk_kinds)))  # a layer, and the next, gathered ahead
-        read += ahead * max(sum(part.whole for part in kind) for kind in by_kind.values())
+        read += ahead * max(sum(part.gathered for part in kind) for kind in by_kind.values())
         read += trained.part * (cast + mirrored) + frozen.part * mirrored
     else:
-        read += trained.whole * ((cast or trained.whole != trained.part) + mirrored)
-        read += frozen.whole * ((frozen.whole != frozen.part) + mirrored)
+        read += (trained.whole if cast else trained.gathered) + trained.whole * mirrored
+        read += frozen.gathered + frozen.whole * mirrored
     logits = logits_of(config)
     activations = host = 0
     if tables is not None:

@@ -1,6 +1,6 @@
 """Numbers of values that one device stores of parameters and of optimizer states."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ class StoredValues(NamedTuple):
     Attributes:
       part: number of values of the stored parameters.
       whole: parameters as ops read them: all-gathered over replicas, embed_head also over pp.
+      gathered: of `whole`, parameters of which the device stores a shard.
       of_layers: parameters as layers read them, those of embed_head all-gathered over pp even where
         embedding and head are vocabulary-parallel.
       moments: bytes of the optimizer's moments.
@@ -31,6 +32,7 @@ class StoredValues(NamedTuple):
 
     part: int
     whole: int
+    gathered: int
     of_layers: int
     moments: int
     of_rank: int
@@ -83,18 +85,18 @@ def _values_on(
     ]
 
     def values(part: Part, ranks: Axes, trained: bool) -> StoredValues:
-        def held(tree: Any, gathered: Axes = (), always: Axes = (), unit: int = 0) -> int:
-            """Bytes of the part on a device, gathered over some axes; `unit`: of a value."""
+        def each(tree: Any, gathered: Axes = (), always: Axes = (), unit: int = 0) -> Iterator[int]:
+            """Bytes of every array of the part, gathered over some axes; `unit`: of a value."""
             leaves, stored = jax.tree.leaves(part(tree)), part(sharding.param_shardings(tree))
-            return sum(
-                (unit or leaf.dtype.itemsize)
-                * ShardingPlan(how.dim_axes, how.padding).shard_size(
-                    how.unpadded_shape(leaf.shape), mesh.shape,
-                    gathered=(*always, *(a for a in gathered if a not in how.param.sharded_axes)),
-                )
-                for leaf, how in zip(leaves, jax.tree.leaves(stored))
-                if how.param.trained == trained
-            )  # fmt: skip
+            for leaf, how in zip(leaves, jax.tree.leaves(stored)):
+                if how.param.trained == trained:
+                    axes = *always, *(a for a in gathered if a not in how.param.sharded_axes)
+                    plan, shape = ShardingPlan(how.dim_axes, how.padding), leaf.shape
+                    size = plan.shard_size(how.unpadded_shape(shape), mesh.shape, gathered=axes)
+                    yield (unit or leaf.dtype.itemsize) * size
+
+        def held(tree: Any, *gathered: Axes, unit: int = 0) -> int:
+            return sum(each(tree, *gathered, unit=unit))
 
         def reduced() -> float:
             """Values of the part that a ring of `(RP, *ZERO_AXES, *ranks)` sends."""
@@ -111,10 +113,12 @@ def _values_on(
             return total
 
         item = FLOAT32 if trained else ITEMSIZE[model.train.compute_dtype]
+        stored, whole = each(params, unit=1), [*each(params, (*ZERO_AXES, *ranks), unit=1)]
         return StoredValues(
             part=held(params, unit=1),
-            whole=held(params, (*ZERO_AXES, *ranks), unit=1),
-            of_layers=held(params, ZERO_AXES, always=ranks, unit=1),
+            whole=sum(whole),
+            gathered=sum(size for size, part in zip(whole, stored) if size != part),
+            of_layers=held(params, ZERO_AXES, ranks, unit=1),
             moments=sum(held(tree) for tree in state),
             of_rank=held(params, ranks, unit=item + FLOAT32 * trained)
             + sum(held(tree, ranks) for tree in state),

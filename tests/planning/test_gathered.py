@@ -1,0 +1,30 @@
+"""Parameters that a device stores as ops read them are not copied where others are gathered."""
+
+import pytest
+
+from jaxpipe.config import load
+from jaxpipe.planning import resolve
+
+SMALL = "tests/data/small.toml"
+WIDTH, LAYERS = 32, 1  # of the model; of a pipeline rank
+EXPERTS = ("model.experts_per_token=2", "model.capacity_factor=2.0", "parallel.ep=2",
+           "parallel.zero_stage=3", "train.compute_dtype=float32")  # fmt: skip
+
+
+def bytes_of(*overrides):
+    return resolve(load(SMALL, ["parallel.vocab_parallel_pp=true", *overrides])).memory
+
+
+def test_a_frozen_vocabulary_over_pp_is_not_copied_with_the_norm():
+    """Of what adapters leave frozen here, the final norm alone is sharded and gathered."""
+    adapters = "lora.rank=2", "lora.alpha=2.0", "train.compute_dtype=bfloat16"
+    found = bytes_of(*adapters, "parallel.dp=1")
+    assert found.copies == found.gradients // 2 + 2 * WIDTH  # adapters are float32, and cast
+
+
+@pytest.mark.parametrize("reshards", ["false", "true"])
+def test_experts_over_ep_are_not_copied_with_the_router(reshards):
+    """In float32, and as many devices over ep as replicas: twice the experts, twice the routers."""
+    how = *EXPERTS, f"parallel.reshard_after_forward={reshards}"
+    few, many = (bytes_of(*how, f"model.n_experts={experts}").copies for experts in (4, 8))
+    assert many - few == 4 * WIDTH * 4 * LAYERS
