@@ -51,6 +51,19 @@ class DeviceWork:
         """Inputs and tables that no tick changes."""
         return self.embed_head.step
 
+    @property
+    def params(self) -> Tree:
+        """Parameters of the layers, by chunk and run."""
+        return tuple(tuple(run.params for run in chunk.runs) for chunk in self.chunks)
+
+    def with_params(self, params: Tree) -> "DeviceWork":
+        """Return the work with other parameters of the layers, in the form of `params`."""
+        chunks = (
+            Chunk(tuple(replace(run, params=own) for run, own in zip(chunk.runs, of_chunk)))
+            for chunk, of_chunk in zip(self.chunks, params)
+        )
+        return replace(self, chunks=tuple(chunks))
+
     def with_step(self, **changes: Any) -> "DeviceWork":
         """Return the work with some fields of `step` changed."""
         step = replace(self.step, **changes)

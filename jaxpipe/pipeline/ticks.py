@@ -11,6 +11,7 @@ reduced from its start.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.tick import DeviceWork
 from jaxpipe.schedule import TableRow, Tables
+
+Tree = Any
 
 
 def closing_tick(tables: Tables, execution: Execution) -> int | None:
@@ -51,9 +54,17 @@ def run_ticks(work: DeviceWork, carry: Carry, rows: TableRow, closing: int | Non
     if work.step.execution.printer is not None:
         rows = rows._replace(tick=jnp.arange(work.step.tables.ticks))
     scanned = rows if closing is None else jax.tree.map(lambda column: column[:closing], rows)
-    carry, _ = lax.scan(lambda carry, row: (work.tick(carry, row), None), carry, scanned)
     if closing is None:
-        return carry
+        return lax.scan(lambda carry, row: (work.tick(carry, row), None), carry, scanned)[0]
+
+    def tick_with(carried: tuple[Carry, Tree], row: TableRow) -> tuple[tuple[Carry, Tree], None]:
+        carry, params = carried
+        # Without the barrier XLA reads what the loop was given after it too, beside a transposed
+        # copy of all parameters that the loop's 8-bit products read.
+        return (work.with_params(params).tick(carry, row), lax.optimization_barrier(params)), None
+
+    (carry, params), _ = lax.scan(tick_with, (carry, work.params), scanned)
+    work = work.with_params(params)
     for tick, alone in _after(work, closing):
         if alone.closing:
             carry = _others_reduced(alone, carry)

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compare import assert_same
+from jax.extend.core import Var
 from meshes import run
-from programs import step_of, traced
+from programs import LAYERS_EACH, step_of, traced
 
 from jaxpipe.pipeline import Execution
 from jaxpipe.pipeline.ticks import closing_tick
@@ -40,6 +41,23 @@ def test_a_tick_alone_has_only_the_branches_that_it_takes(lockstep, branches):
     body = step_of(trace.jaxpr.jaxpr)
     conds = sum(eqn.primitive.name == "cond" for eqn in body.eqns)
     assert conds == branches
+
+
+def test_ticks_after_the_scan_read_the_parameters_that_it_returns():
+    """Of what the scan was given XLA would keep a second copy where 8-bit products transpose it."""
+    trace, _ = traced("1f1b", 2, 4, overlap_sums=True)
+    eqns = step_of(trace.jaxpr.jaxpr).eqns
+    (at,) = (place for place, eqn in enumerate(eqns) if eqn.primitive.name == "scan")
+    given, read = (
+        {var for eqn in some for var in eqn.invars if isinstance(var, Var)}
+        for some in ([eqns[at]], eqns[at + 1 :])
+    )
+    # Only the batch and the tables; and XLA does not see that the scan changes no parameter.
+    assert {var.aval.dtype for var in given & read} == {jnp.dtype("int32")}
+    body = eqns[at].params["jaxpr"].jaxpr
+    barriers = [eqn for eqn in body.eqns if eqn.primitive.name == "optimization_barrier"]
+    passed = [eqn for eqn in barriers if {*eqn.outvars} <= {*body.outvars}]
+    assert [len(eqn.outvars) for eqn in passed] == [LAYERS_EACH * 4]  # a gain and three matrices
 
 
 def test_where_it_is_not_one_gradient_all_ticks_are_scanned():
