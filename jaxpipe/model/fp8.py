@@ -10,8 +10,8 @@ A scale is either known before the product (delayed scaling, from the largest ab
 last `history` steps) or computed from the operand (current scaling).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.contract import Aux, Context
+from jaxpipe.model.grouped_fp8 import TILE, GroupedFp8
 from jaxpipe.model.parts import Dot
 from jaxpipe.partition.devices import OneDevice
 
@@ -71,15 +72,29 @@ class Fp8Dot(Dot):
       devices: the devices that share the layer.
       scales: by product name the scales `[3]` of x, weight and dy. None: each scale is computed
         from the operand's largest absolute value over all devices.
+      groups: multiplies rows with their groups' matrices; None: `grouped` products are not in 8
+        bits.
+      sizes_E: the number of each group's rows, in `grouped` products.
     """
 
     devices: OneDevice
     scales: Mapping[str, jax.Array] | None
+    groups: GroupedFp8 | None = None
+    sizes_E: jax.Array | None = None
 
     @property
     def adds_up(self) -> bool:
         """No: the gradients of scales are maxima."""
         return False
+
+    @property
+    def row_multiple(self) -> int:
+        """That of the tiles of 8-bit products."""
+        return TILE if self.groups else 1
+
+    def grouped(self, product: Callable[..., jax.Array], sizes_E: jax.Array) -> Dot:
+        """Products in 8 bits if there are `groups`; x, all matrices and dy then have one scale."""
+        return replace(self, sizes_E=sizes_E) if self.groups else super().grouped(product, sizes_E)
 
     def __call__(self, x: jax.Array, **weights: jax.Array) -> tuple[jax.Array, ...]:
         """Multiply as `Dot` does; x has the scale of the first weight.
@@ -89,7 +104,11 @@ class Fp8Dot(Dot):
         """
         every = tuple(weight.astype(x.dtype) for weight in weights.values())
         scales = None if self.scales is None else tuple(self.scales[name] for name in weights)
-        return _products(_Rounding(self.devices, every[0].ndim - 2), x, every, scales)
+        if self.sizes_E is None:
+            how = _Batched(self.devices, every[0].ndim - 2)
+        else:
+            how = _Grouped(self.devices, self.groups)
+        return _products(how, x, every, scales, self.sizes_E)
 
 
 class _Operand(NamedTuple):
@@ -100,30 +119,15 @@ class _Operand(NamedTuple):
     largest: jax.Array
 
 
-class _Rounding(NamedTuple):
-    """How operands become 8-bit floats, and are multiplied; the first `experts` dims are E."""
+def _round(place: int, x: jax.Array, scales: Any, devices: OneDevice, experts: int) -> _Operand:
+    """Round operand number `place`: x, the weight or dy (0, 1, 2).
 
-    devices: OneDevice
-    experts: int
-
-    def of(self, place: int, x: jax.Array, scales: Any) -> _Operand:
-        """Round operand number `place`: x, the weight or dy (0, 1, 2)."""
-        (form, _), dims = _OPERANDS[place], tuple(range(self.experts, x.ndim))
-        largest = jnp.max(jnp.abs(x), axis=dims).astype(jnp.float32)
-        scale = (
-            compute_scale(self.devices.largest(largest), form) if scales is None else scales[place]
-        )
-        return _Operand(round_to_fp8(x, _append_dims(scale, x.ndim), form), scale, largest.max())
-
-    def product(
-        self, left: _Operand, right: _Operand, sums: Any, dtype: Any, precision: Any
-    ) -> jax.Array:
-        """The product of two operands, contracted over the dims `sums` of both."""
-        dims = sums, (tuple(range(self.experts)),) * 2
-        product = lax.dot_general(
-            left.values, right.values, dims, precision, preferred_element_type=dtype
-        )
-        return product * _append_dims((left.scale * right.scale).astype(dtype), product.ndim)
+    The first `experts` dims are experts with scales of their own.
+    """
+    (form, _), dims = _OPERANDS[place], tuple(range(experts, x.ndim))
+    largest = jnp.max(jnp.abs(x), axis=dims).astype(jnp.float32)
+    scale = compute_scale(devices.largest(largest), form) if scales is None else scales[place]
+    return _Operand(round_to_fp8(x, _append_dims(scale, x.ndim), form), scale, largest.max())
 
 
 def _append_dims(scale: jax.Array, ndim: int) -> jax.Array:
@@ -136,36 +140,89 @@ def _append_dims(scale: jax.Array, ndim: int) -> jax.Array:
 _FORWARD, _BACKWARD = lax.Precision.DEFAULT, lax.Precision.HIGHEST
 
 
+class _Batched(NamedTuple):
+    """Products of x and weights whose first `experts` dims are those of a batch."""
+
+    devices: OneDevice
+    experts: int
+
+    def outputs(self, x: _Operand, weight: _Operand, _: None, dtype: Any) -> jax.Array:
+        """x w."""
+        return self._product(x, weight, ((x.values.ndim - 1,), (self.experts,)), dtype, _FORWARD)
+
+    def inputs(self, dy: _Operand, weight: _Operand, _: None, dtype: Any) -> jax.Array:
+        """dy w^T."""
+        sums = (dy.values.ndim - 1,), (self.experts + 1,)
+        return self._product(dy, weight, sums, dtype, _BACKWARD)
+
+    def weights(self, x: _Operand, dy: _Operand, _: None, dtype: Any) -> jax.Array:
+        """x^T dy."""
+        rows = tuple(range(self.experts, x.values.ndim - 1))
+        return self._product(x, dy, (rows, rows), dtype, _BACKWARD)
+
+    def _product(
+        self, left: _Operand, right: _Operand, sums: Any, dtype: Any, precision: Any
+    ) -> jax.Array:
+        dims = sums, (tuple(range(self.experts)),) * 2
+        product = lax.dot_general(
+            left.values, right.values, dims, precision, preferred_element_type=dtype
+        )
+        return product * _append_dims((left.scale * right.scale).astype(dtype), product.ndim)
+
+
+class _Grouped(NamedTuple):
+    """Products of rows `[S, in]` and weights `[E, in, out]` of groups; none has a scale of its own.
+
+    Values that are in 8 bits already are transposed for them, which moves the fewest bytes.
+    """
+
+    devices: OneDevice
+    groups: GroupedFp8
+    experts: int = 0
+
+    def outputs(self, x: _Operand, weight: _Operand, sizes_E: Any, dtype: Any) -> jax.Array:
+        """x w."""
+        right = weight.values.swapaxes(1, 2)
+        return self.groups.of_rows(x.values, right, sizes_E, x.scale * weight.scale, dtype)
+
+    def inputs(self, dy: _Operand, weight: _Operand, sizes_E: Any, dtype: Any) -> jax.Array:
+        """dy w^T."""
+        scale = dy.scale * weight.scale
+        return self.groups.of_rows(dy.values, weight.values, sizes_E, scale, dtype)
+
+    def weights(self, x: _Operand, dy: _Operand, sizes_E: Any, dtype: Any) -> jax.Array:
+        """x^T dy."""
+        left, right = x.values.T, dy.values.T
+        return self.groups.of_groups(left, right, sizes_E, x.scale * dy.scale, dtype)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products(rounding: _Rounding, x: jax.Array, weights: Any, scales: Any) -> Any:
-    return _forward(rounding, x, weights, scales)[0]
+def _products(how: _Batched | _Grouped, x: jax.Array, weights: Any, scales: Any, sizes: Any) -> Any:
+    return _forward(how, x, weights, scales, sizes)[0]
 
 
-def _forward(rounding: _Rounding, x: jax.Array, weights: Any, scales: Any) -> Any:
-    each = scales or (None,) * len(weights)
-    left, sums = rounding.of(0, x, each[0]), ((x.ndim - 1,), (rounding.experts,))
-    rights = [rounding.of(1, *operand) for operand in zip(weights, each)]
-    products = tuple(rounding.product(left, right, sums, x.dtype, _FORWARD) for right in rights)
-    return products, (left, rights, scales)
+def _forward(
+    how: _Batched | _Grouped, x: jax.Array, weights: Any, scales: Any, sizes: Any
+) -> tuple[Any, Any]:
+    each, of = scales or (None,) * len(weights), (how.devices, how.experts)
+    left = _round(0, x, each[0], *of)
+    rights = [_round(1, *operand, *of) for operand in zip(weights, each)]
+    products = tuple(how.outputs(left, right, sizes, x.dtype) for right in rights)
+    return products, (left, rights, scales, sizes)
 
 
-def _backward(rounding: _Rounding, residuals: Any, dys: Any) -> Any:
-    x, weights, scales = residuals
-    first, last, dtype = rounding.experts, dys[0].ndim - 1, dys[0].dtype
-    rows, each = tuple(range(first, last)), scales or (None,) * len(weights)
-    at_y = [rounding.of(2, *operand) for operand in zip(dys, each)]
-
-    def product(left: _Operand, right: _Operand, *sums: Any, wide: Any = dtype) -> jax.Array:
-        return rounding.product(left, right, sums, wide, _BACKWARD)
-
-    dx = sum(product(dy, w, (last,), (first + 1,)) for dy, w in zip(at_y, weights))
+def _backward(how: _Batched | _Grouped, residuals: Any, dys: Any) -> Any:
+    x, weights, scales, sizes = residuals
+    dtype, each = dys[0].dtype, scales or (None,) * len(weights)
+    at_y = [_round(2, *operand, how.devices, how.experts) for operand in zip(dys, each)]
+    dx = sum(how.inputs(dy, w, sizes, dtype) for dy, w in zip(at_y, weights))
     # Rounded last of all, so that a split layer can leave it out (`jaxpipe.pipeline.jaxpr`).
     wide = jnp.promote_types(dtype, jnp.float32)
-    dweights = tuple(product(x, dy, rows, rows, wide=wide).astype(dtype) for dy in at_y)
+    dweights = tuple(how.weights(x, dy, sizes, wide).astype(dtype) for dy in at_y)
     if scales is not None:
         every = zip(weights, at_y)
         scales = tuple(jnp.stack([x.largest, w.largest, dy.largest]) for w, dy in every)
-    return dx, dweights, scales
+    return dx, dweights, scales, None
 
 
 _products.defvjp(_forward, _backward)
@@ -202,9 +259,14 @@ class Fp8(Precision):
 
     With a history the variables are, for N layers with P products of three operands, the scales and
     the largest absolute values of the last H steps, the most recent first.
+
+    Attributes:
+      history: H; 0: current scaling.
+      groups: multiplies rows with their groups' matrices; None: in the stream's dtype.
     """
 
     history: int = 0
+    groups: GroupedFp8 | None = None
 
     @property
     def observed(self) -> tuple[str, ...]:
@@ -235,6 +297,7 @@ class Fp8(Precision):
     def dot(self, products: tuple[str, ...], devices: OneDevice, context: Context) -> Dot:
         """A `Dot` with the scales of this layer, if there is a history."""
         if not self.history:
-            return Fp8Dot(devices, None)
+            return Fp8Dot(devices, None, self.groups)
         scales = jnp.asarray(context.variables["fp8_scale"])[context.index]
-        return Fp8Dot(devices, {name: scales[place] for place, name in enumerate(products)})
+        by_name = {name: scales[place] for place, name in enumerate(products)}
+        return Fp8Dot(devices, by_name, self.groups)

@@ -250,9 +250,15 @@ class LoraDot(Dot):
         products = self.base(x, **weights)
         return tuple(self._added(name, x, y) for name, y in zip(weights, products))
 
-    def grouped(self, product: Callable[[jax.Array, jax.Array], jax.Array]) -> Dot:
+    @property
+    def row_multiple(self) -> int:
+        """As the products with the frozen weights need."""
+        return self.base.row_multiple
+
+    def grouped(self, product: Callable[..., jax.Array], sizes_E: jax.Array) -> Dot:
         """The same products, of rows with their groups' matrices."""
-        return replace(self, base=self.base.grouped(product), plain=self.plain.grouped(product))
+        base, plain = (dot.grouped(product, sizes_E) for dot in (self.base, self.plain))
+        return replace(self, base=base, plain=plain)
 
     def _added(self, name: str, x: jax.Array, y: jax.Array) -> jax.Array:
         if name not in self.given:

@@ -103,20 +103,31 @@ class Dot:
         """Multiply x with one weight of its dtype."""
         return x @ weight
 
-    def grouped(self, product: Callable[[jax.Array, jax.Array], jax.Array]) -> "Dot":
-        """The same products in x's dtype, of rows with their groups' matrices, by `product`."""
-        return GroupedDot(product)
+    @property
+    def row_multiple(self) -> int:
+        """The number of rows of every group in `grouped` products must be a multiple of it."""
+        return 1
+
+    def grouped(self, product: Callable[..., jax.Array], sizes_E: jax.Array) -> "Dot":
+        """The same products, of rows `[S, in]` with the matrices `[E, in, out]` of their groups.
+
+        Args:
+          product: multiplies rows, matrices and sizes in the rows' dtype.
+          sizes_E: the number of each group's rows.
+        """
+        return GroupedDot(product, sizes_E)
 
 
 @dataclass(frozen=True)
 class GroupedDot(Dot):
     """Products of rows `[S, in]` with the matrices `[E, in, out]` of their groups."""
 
-    product: Callable[[jax.Array, jax.Array], jax.Array]
+    product: Callable[..., jax.Array]
+    sizes_E: jax.Array
 
     def multiply(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         """Multiply rows with one matrix per group."""
-        return self.product(x, weight)
+        return self.product(x, weight, self.sizes_E)
 
 
 PLAIN_DOT = Dot()

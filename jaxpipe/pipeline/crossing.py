@@ -35,7 +35,7 @@ _LAYOUT = {
 
 def _save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Store the outputs of weight matmuls, all-reduced or reduce-scattered, and of attention."""
-    stored = ("dot_product_attention", "psum", "ragged_dot", "reduce_scatter")
+    stored = "dot_product_attention", "fp8_ragged_dot", "psum", "ragged_dot", "reduce_scatter"
     name = params["name"] if primitive.name == "name" else primitive.name
     if name.startswith(stored) or name == PRODUCT:
         return True

@@ -24,8 +24,8 @@ _BODIES = ("scan", "while", "cond")
 # Operations whose operands and results are in memory, by the beginnings of their names.
 _KERNELS = (
     "all_gather", "all_to_all", "conv_general", "cum", "dot_general", "dot_product_attention",
-    "optimization_barrier", "pallas_call", "ppermute", "psum", "ragged_dot", "reduce_scatter",
-    "scatter", "sort", "top_k", *_BODIES,
+    "fp8_ragged_dot", "optimization_barrier", "pallas_call", "ppermute", "psum", "ragged_dot",
+    "reduce_scatter", "scatter", "sort", "top_k", *_BODIES,
 )  # fmt: skip
 _REDUCTIONS = ("argmax", "argmin", "reduce_")  # read fused operands and write their results
 _PRODUCTS = ("dot_general", "ragged_dot")

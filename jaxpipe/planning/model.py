@@ -21,8 +21,10 @@ from jaxpipe.partition.sequence import FULL_SEQUENCE
 from jaxpipe.planning.objective import objective_of
 
 
-def model_of(config: Config, grouped: GroupedProduct = GroupedProduct()) -> Model:  # noqa: B008
+def model_of(config: Config, grouped: GroupedProduct | None = None) -> Model:
     """Build the model as the devices of a configuration share it.
+
+    `grouped` are the experts' grouped products; None: as a plan traces them.
 
     Layers are shared over tp, embedding and head also over pp if vocabulary-parallel, sequences
     over cp, and experts over ep.
@@ -38,11 +40,12 @@ def model_of(config: Config, grouped: GroupedProduct = GroupedProduct()) -> Mode
     more = {"documents": config.data.documents} if config.data.documents else {}
     if parallel.ep > 1:
         more["replicas"] = ExpertParallel(parallel.ep, parallel.ep_buffer_factor)
+    grouped = grouped or grouped_of(config, None)
     if config.model.routed_experts:
         more["product"] = grouped.product
     if config.train.fp8 != "none":
         delayed = config.train.fp8 == "delayed"
-        more["precision"] = Fp8(config.train.fp8_history if delayed else 0)
+        more["precision"] = Fp8(config.train.fp8_history if delayed else 0, grouped.in_fp8)
     if (objective := objective_of(config)) is not None:
         more["objective"] = objective
     model = FAMILIES[config.model.family].build(
@@ -73,7 +76,7 @@ def _with_adapters(model: Model, config: Config) -> Model:
         raise ConfigError(str(error)) from error
 
 
-def grouped_of(config: Config, device: jax.Device) -> GroupedProduct:
-    """Return the grouped product that devices of this kind use for experts."""
-    dtype = jnp.dtype(config.train.compute_dtype)
-    return choose_grouped_product(device, config.model, dtype, config.parallel.tp)
+def grouped_of(config: Config, device: jax.Device | None) -> GroupedProduct:
+    """Return the grouped products that devices of this kind use for experts."""
+    dtype, fp8 = jnp.dtype(config.train.compute_dtype), config.train.fp8 != "none"
+    return choose_grouped_product(device, config.model, dtype, config.parallel.tp, fp8=fp8)

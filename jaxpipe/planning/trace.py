@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxpipe.config import Config, ParallelConfig
 from jaxpipe.contract import Context, StageFunctions
-from jaxpipe.model import cudnn
+from jaxpipe.model import cudnn, grouped_fp8
 from jaxpipe.model.ahead import ahead_keys
 from jaxpipe.model.fused import replace_kernels
 from jaxpipe.model.moe.balance import REAL
@@ -182,6 +182,8 @@ def _flops_of(eqn: JaxprEqn, *, fp8: bool) -> float | None:
         (contract, _), _ = eqn.params["dimension_numbers"]
         left = eqn.invars[0].aval.shape
         return 2 * prod(eqn.outvars[0].aval.shape) * prod(left[axis] for axis in contract)
+    if name == grouped_fp8.NAME:
+        return grouped_fp8.flops(*(var.aval.shape for var in eqn.invars[:2]))
     if name == "ragged_dot_general":
         return 0 if fp8 else _ragged_flops(eqn)
     kernel = cudnn.flops(name, tuple(var.aval.shape for var in eqn.invars), eqn.params)

@@ -19,6 +19,7 @@ from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.model.moe.balance import Balance
 from jaxpipe.model.moe.dispatch import (
     assign_equally,
+    assign_groups,
     assign_sorted,
     gather_into_slots,
     sum_from_slots,
@@ -87,11 +88,15 @@ def test_the_choice_is_that_of_plain_loops():
         assert got[place].tolist() == want
 
 
-@pytest.mark.parametrize("places", ["sorted", "equal"])
+@pytest.mark.parametrize("places", ["sorted", "equal", "multiples"])
 def test_rows_go_into_slots_and_back(places):
     """A gather into slots and a sum back, each the gradient of the other."""
     group = jnp.array([2, 0, 1, 1, 1, 0, 2, 1])
-    made = assign_sorted(group) if places == "sorted" else assign_equally(group, 3, 3)
+    made, last = {
+        "sorted": lambda: (assign_sorted(group), 7),
+        "equal": lambda: (assign_equally(group, 3, 3), 9),
+        "multiples": lambda: (assign_groups(group, 3, 3)[0], 10),
+    }[places]()
     with jax.enable_x64(True):
         x = jax.random.normal(jax.random.key(0), (4, 5), jnp.float64)
         slots = gather_into_slots(x, made, 2)
@@ -100,7 +105,7 @@ def test_rows_go_into_slots_and_back(places):
             if slot < len(want):
                 want[slot] = x[row // 2]
         np.testing.assert_array_equal(slots, want)
-        assert np.asarray(made.target_R).max() == (9 if places == "equal" else 7)
+        assert np.asarray(made.target_R).max() == last
         dy = jax.random.normal(jax.random.key(1), slots.shape, jnp.float64)
         (dx,) = jax.vjp(lambda x: gather_into_slots(x, made, 2), x)[1](dy)
         np.testing.assert_array_equal(dx, sum_from_slots(dy, made, 2))

@@ -18,6 +18,7 @@ from jaxpipe.model.deepseek.decoder import DeepseekDecoder
 from jaxpipe.model.fp8 import Fp8
 from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.gpt2.decoder import GPT2
+from jaxpipe.model.grouped_fp8 import GroupedFp8
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.model.lora import Adapters, LoraDecoder
@@ -33,6 +34,8 @@ MIXTURE = LlamaDecoder, LlamaConfig(
     **SIZES, n_kv_heads=2, head_dim=16, n_experts=4, experts_per_token=2, d_expert=16,
     shared_experts=1, first_dense_layers=1, router_bias_rate=0.001,
 )  # fmt: skip
+# Experts without a capacity whose sizes allow products in 8 bits, on two devices each too.
+GROUPED = LlamaDecoder, msgspec.structs.replace(MIXTURE[1], d_model=128, d_expert=256)
 SLOTS = LlamaDecoder, msgspec.structs.replace(MIXTURE[1], capacity_factor=1.25)
 # Latent attention and experts; the last of the layers predicts a further token.
 LATENT = DeepseekDecoder, DeepseekConfig(
@@ -49,8 +52,9 @@ def adapted(config, **more):
 
 
 MODELS = {
-    "llama": LLAMA, "mixture": MIXTURE, "slots": SLOTS, "latent": LATENT,
+    "llama": LLAMA, "grouped": GROUPED, "slots": SLOTS, "latent": LATENT,
     "gpt2": GPT, "adapters": (adapted, LLAMA[1]), "slots with adapters": (adapted, SLOTS[1]),
+    "grouped with adapters": (adapted, GROUPED[1]),
 }  # fmt: skip
 
 
@@ -66,7 +70,7 @@ def batch(microbatches, sequences, model=LLAMA):
 def wanted(model, history, microbatches):
     """Return the reference's parameters, state and step, on one device without a schedule."""
     make, config = MODELS[model]
-    one, key = make(config, precision=Fp8(history)), jax.random.key(0)
+    one, key = make(config, precision=Fp8(history, GroupedFp8())), jax.random.key(0)
 
     def wide(tree):
         return jax.tree.map_with_path(wide_leaf, tree)
@@ -91,7 +95,9 @@ def wanted(model, history, microbatches):
     )  # fmt: skip
 
 
-@pytest.mark.slow(unless=["llama-0-zb_h1-*", "llama-4-1f1b-*", "adapters-4-*"])
+@pytest.mark.slow(
+    unless=["llama-0-zb_h1-*", "llama-4-1f1b-*", "adapters-4-*", "grouped-4-zb_h1-*"]
+)
 @pytest.mark.parametrize(
     ("model", "history", "name", "mesh", "sequence", "execution"),
     [
@@ -100,7 +106,9 @@ def wanted(model, history, microbatches):
         ("llama", 0, "1f1b", (2, 1, 2), False, {"remat": "full"}),
         ("llama", 0, "zb_h1", (2, 2, 1), False, {"zero_stage": 3, "reshard_after_forward": True}),
         ("gpt2", 4, "dualpipe", (2, 2, 1), False, {}),
-        ("mixture", 4, "interleaved_1f1b", (2, 1, 2), True, {}),
+        ("grouped", 4, "interleaved_1f1b", (2, 1, 2), True, {}),
+        ("grouped", 4, "zb_h1", (2, 2, 2, 2), True, {"remat": "selective", "zero_stage": 2}),
+        ("grouped", 0, "1f1b", (2, 1, 2), False, {}),
         ("llama", 4, "1f1b", (2, 2, 1), False, {"overlap_sums": True, "poison_bubbles": True}),
         ("slots", 4, "zb_h1", (2, 2, 1, 2), False, {"remat": "full"}),
         ("slots", 4, "1f1b", (2, 2, 2, 2), True, {"zero_stage": 2, "poison_bubbles": True}),
@@ -110,6 +118,7 @@ def wanted(model, history, microbatches):
         ("adapters", 0, "dualpipe", (2, 1, 2), True, {"remat": "full"}),
         ("slots with adapters", 4, "zb_h1", (2, 2, 2, 2), True, {"poison_bubbles": True}),
         ("slots with adapters", 0, "1f1b", (2, 1, 2), False, {}),
+        ("grouped with adapters", 4, "1f1b", (2, 2, 1, 2), False, {"remat": "full"}),
         ("latent", 4, "zb_h1", (2, 2, 1, 2), False, {"zero_stage": 2}),
         ("latent", 4, "dualpipe", (2, 2, 1, 2), False, {"remat": "full"}),
     ],
@@ -123,7 +132,7 @@ def test_a_step_is_that_of_one_device(model, history, name, mesh, sequence, exec
         make, config = MODELS[model]
         more = {"devices": TensorParallel(tp, sequence)} if tp > 1 else {}
         more |= {"replicas": ExpertParallel(ep)} if ep > 1 else {}
-        functions = make(config, precision=Fp8(history), **more).functions
+        functions = make(config, precision=Fp8(history, GroupedFp8()), **more).functions
         schedule = build(name, pp=pp, microbatches=MICROBATCHES)
         devices = jax.devices()[: pp * dp * tp]
         mesh = make_mesh(pp, dp, tp, devices=devices, factors=ReplicaFactors(ep=ep))

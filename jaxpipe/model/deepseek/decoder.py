@@ -37,10 +37,10 @@ class DeepseekDecoder(LlamaDecoder):
 
     @property
     def products(self) -> tuple[str, ...]:
-        """Names of a layer's weights, without the router's and those of grouped products."""
+        """Names of a layer's weights, without the router's."""
         queries = ("wq_a", "wq_b") if self.config.q_lora_rank else ("wq",)
         own = *queries, "wkv_a", "wkv_b", "wo", "w_gate", "w_up", "w_down"
-        return (*own, *PRODUCTS) if self.config.capacity_factor else own
+        return (*own, *PRODUCTS) if self.config.n_experts else own
 
     def new_layer(self, kind: str, parts: LayerParts, init: Init) -> nnx.Module:
         """Build a layer of a kind as a module."""

@@ -96,7 +96,8 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     def product_sizes(self, tp: int) -> dict[str, int]:
         """Sizes of a layer's products on one of `tp` devices, by the settings that give them.
 
-        Routed experts count only with a capacity: grouped products are never in 8-bit floats.
+        Routed experts count only with a capacity: grouped products are in 8-bit floats only where
+        their sizes allow it (`jaxpipe.model.moe.products`).
         """
         width, shared = self.expert_width // tp, {}
         if self.shared_experts:

@@ -67,6 +67,35 @@ def assign_sorted(group_R: jax.Array) -> SlotAssignment:
     return lax.optimization_barrier(SlotAssignment(order_R, jnp.argsort(order_R)))
 
 
+def assign_groups(
+    group_R: jax.Array, groups: int, multiple: int
+) -> tuple[SlotAssignment, jax.Array]:
+    """Give every row of a group a slot; each group's slots are a multiple, which rows fill first.
+
+    There are as many slots as may be needed. Rows whose group number is `groups` or more belong to
+    no group: they have no slot, or one behind those of the groups.
+
+    Returns:
+      The slots, and the number of each group's slots, `[groups]` int32.
+
+    >>> slots, sizes = assign_groups(jnp.array([2, 0, 2, 3, 2]), groups=3, multiple=2)
+    >>> [field.tolist() for field in slots], sizes.tolist()
+    ([[1, 5, 0, 2, 4, 5, 5, 5], [2, 0, 3, 8, 4]], [2, 0, 4])
+    """
+    rows, count_G = group_R.size, count_values(group_R, groups)
+    if multiple == 1:
+        return assign_sorted(group_R), count_G
+    size_G = -(-count_G // multiple) * multiple
+    slots = (rows + min(groups, rows) * (multiple - 1)) // multiple * multiple
+    ends_G = jnp.cumsum(size_G)
+    # All slots of such a block are of one group, or of none.
+    begin_I = jnp.arange(0, slots, multiple)
+    group_I = jnp.searchsorted(ends_G, begin_I, side="right", method="compare_all")
+    group_S = jnp.repeat(group_I, multiple)
+    places = _fill_slots(group_R, count_G, count_G, ends_G - size_G, group_S)
+    return places, size_G
+
+
 def assign_equally(
     group_R: jax.Array, groups: int, room: int, most_G: jax.Array | None = None
 ) -> SlotAssignment:
@@ -79,17 +108,31 @@ def assign_equally(
     >>> [field.tolist() for field in slots]
     [[3, 5, 0, 1], [2, 3, 4, 0, 4]]
     """
-    rows, (order_R, rank_R) = group_R.size, assign_sorted(group_R)
     count_G = count_values(group_R, groups)
-    begin_G = jnp.cumsum(count_G) - count_G
     filled_G = jnp.minimum(count_G, room if most_G is None else most_G)
+    group_G = jnp.arange(groups)
+    return _fill_slots(group_R, count_G, filled_G, room * group_G, jnp.repeat(group_G, room))
+
+
+def _fill_slots(
+    group_R: jax.Array, count_G: jax.Array, filled_G: jax.Array, first_G: jax.Array,
+    group_S: jax.Array,
+) -> SlotAssignment:  # fmt: skip
+    """Put the first `filled_G` of each group's `count_G` rows into slots from `first_G` on.
+
+    `group_S` is the group of each slot; a number that is no group's marks an empty slot.
+    """
+    rows, (order_R, rank_R) = group_R.size, assign_sorted(group_R)
+    begin_G = jnp.cumsum(count_G) - count_G
     place_R = rank_R - begin_G[group_R]
     fits_R = place_R < filled_G.at[group_R].get(mode="fill", fill_value=0)
-    target_R = jnp.where(fits_R, group_R * room + place_R, groups * room)
-    slots = jnp.arange(room)
-    sorted_GC = jnp.minimum(begin_G[:, None] + slots[None], rows - 1)
-    source_GC = jnp.where(slots[None] < filled_G[:, None], order_R[sorted_GC], rows)
-    return lax.optimization_barrier(SlotAssignment(source_GC.reshape(-1), target_R))
+    target_R = jnp.where(fits_R, first_G[group_R] + place_R, group_S.size)
+    place_S = jnp.arange(group_S.size) - first_G[group_S]
+    sorted_S = jnp.minimum(begin_G[group_S] + place_S, rows - 1)
+    source_S = jnp.where(
+        place_S < filled_G.at[group_S].get(mode="fill", fill_value=0), order_R[sorted_S], rows
+    )
+    return lax.optimization_barrier(SlotAssignment(source_S, target_R))
 
 
 def count_dropped(places: SlotAssignment, group_R: jax.Array, groups: int) -> jax.Array:

@@ -21,9 +21,8 @@ from jaxpipe.model.gated import gated
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.moe.dispatch import (
     assign_equally,
-    assign_sorted,
+    assign_groups,
     count_dropped,
-    count_values,
     gather_into_slots,
     sum_from_slots,
 )
@@ -165,16 +164,15 @@ class DroplessDispatch:
 
         An expert number past the last of them stands for no expert, and adds nothing.
         """
-        copies, places = len(expert_R) // len(x_ND), assign_sorted(expert_R)
-        count = self.count // self.replicas.size
-        sizes = count_values(expert_R, count)
+        copies, count = len(expert_R) // len(x_ND), self.count // self.replicas.size
+        places, sizes_E = assign_groups(expert_R, count, dot.row_multiple)
 
         def own(values_EX: jax.Array) -> jax.Array:
             """As a product, because the gradient of a gather would be a scatter."""
             which_SE = jax.nn.one_hot(expert_R[places.source_S], count, dtype=x_ND.dtype)
             return which_SE @ values_EX.astype(x_ND.dtype)
 
-        grouped = dot.grouped(lambda rows, each: self.product(rows, each, sizes))
+        grouped = dot.grouped(self.product, sizes_E)
         x_SD, weights_S1 = (
             gather_into_slots(x_ND, places, copies),
             gather_into_slots(weights_R1, places, 1),

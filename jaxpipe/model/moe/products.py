@@ -15,36 +15,68 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.contract.layer import PRODUCT
 from jaxpipe.model.fused import is_replacing_kernels
+from jaxpipe.model.grouped_fp8 import TILE, GroupedFp8
 from jaxpipe.model.moe.config import MixtureConfig
 
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # rows, matrices, group sizes
-_STEP = 128  # width of the kernel's tiles
+_STEP = 128  # width of tokamax's tiles
+_JAX_OF_FP8 = 0, 11, 2  # the first jax with which the kernel for 8 bits was compiled
 # Dimensions of each row times its group's matrix, and of each group's rows times other rows.
 _EACH_ROW = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 _EACH_GROUP = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
 
 class GroupedProduct(NamedTuple):
-    """The grouped product of a device; `note` is a sentence to log when a run starts, or empty."""
+    """The grouped products of a device.
+
+    Attributes:
+      product: in the rows' dtype.
+      in_fp8: in 8 bits; None: not in 8 bits.
+      note: a sentence to log when a run starts, or empty.
+    """
 
     product: Product = lax.ragged_dot
+    in_fp8: GroupedFp8 | None = None
     note: str = ""
 
 
 def choose_grouped_product(
-    device: Any, config: MixtureConfig, dtype: jnp.dtype, tp: int
+    device: Any | None, config: MixtureConfig, dtype: jnp.dtype, tp: int, *, fp8: bool = False
 ) -> GroupedProduct:
-    """Return tokamax's kernel where it is available, else `ragged_dot`, on GPUs with a note why.
+    """Return kernels where they are available, else `ragged_dot`, on GPUs with a note why.
 
     On CPU and on NVIDIA GPUs `ragged_dot` is one dense, masked product (jax 0.12), which costs as
-    much as if every row went to every group.
+    much as if every row went to every group. With `fp8` products are in 8 bits where a GPU can
+    make them so, and on CPU if sizes are those that it could.
+
+    Without a device products are the reference implementations, as a plan traces them.
     """
     ragged = config.routed_experts and not config.capacity_factor
-    if not ragged or device.platform not in ("gpu", "cuda"):
+    on_gpu = device is not None and device.platform in ("gpu", "cuda")
+    if not ragged:
         return GroupedProduct()
+    missing = _missing_in_fp8(device if on_gpu else None, config, tp)
+    in_fp8 = GroupedFp8(device.core_count if on_gpu else 0) if fp8 and not missing else None
+    if not on_gpu:
+        return GroupedProduct(in_fp8=in_fp8)
+    chosen = _choose_for_gpu(device, config, dtype, tp)
+    note = chosen.note
+    if in_fp8:
+        others = "" if chosen.product is multiply_by_kernel else f"; those of adapters: {note}"
+        note = f"grouped products of experts in 8 bits by a kernel{others}"
+    elif fp8:
+        note += f"; not in 8 bits: {missing}"
+    return chosen._replace(in_fp8=in_fp8, note=note)
+
+
+def _choose_for_gpu(
+    device: Any, config: MixtureConfig, dtype: jnp.dtype, tp: int
+) -> GroupedProduct:
+    """The products in the rows' dtype."""
     missing = _missing_reason(device, config, dtype, tp)
     if not missing:
-        return GroupedProduct(multiply_by_kernel, "grouped products of experts by tokamax's kernel")
+        note = "grouped products of experts by tokamax's kernel"
+        return GroupedProduct(multiply_by_kernel, note=note)
     return GroupedProduct(
         note=f"experts multiply every row of a device with every one of its experts, masked: "
         f"{missing}, or set model.capacity_factor"
@@ -101,10 +133,36 @@ def _zero_ungrouped(made_SO: jax.Array, sizes_E: jax.Array) -> jax.Array:
     return jnp.where((row_S < sizes_E.sum())[:, None], made_SO, 0)
 
 
+def _missing_in_fp8(device: Any | None, config: MixtureConfig, tp: int) -> str:
+    """Reason why products are not in 8 bits, with the remedy; empty if they are."""
+    widths = _widths(config, tp)
+    if any(width % TILE for width in widths):
+        return (
+            f"its products have multiples of {TILE}, not model.d_model={widths[0]} and experts of "
+            f"{widths[1]} on a device: change them"
+        )
+    if device is None:
+        return ""
+    if not _is_hopper(device):
+        return f"the kernel is for Hopper GPUs, not {device.device_kind}"
+    if jax.__version_info__ < _JAX_OF_FP8:
+        needed = ".".join(map(str, _JAX_OF_FP8))
+        return f"the kernel needs jax {needed} or later, not {jax.__version__}"
+    return ""
+
+
+def _is_hopper(device: Any) -> bool:
+    return int(float(getattr(device, "compute_capability", 0))) == 9
+
+
+def _widths(config: MixtureConfig, tp: int) -> tuple[int, int]:
+    return config.d_model, config.expert_width // tp
+
+
 def _missing_reason(device: Any, config: MixtureConfig, dtype: jnp.dtype, tp: int) -> str:
-    """Reason why the kernel is not available, with the remedy; empty if it is."""
-    widths = config.d_model, config.expert_width // tp
-    if int(float(getattr(device, "compute_capability", 0))) != 9:
+    """Reason why tokamax's kernel is not available, with the remedy; empty if it is."""
+    widths = _widths(config, tp)
+    if not _is_hopper(device):
         return f"tokamax's kernels for both gradients are for Hopper GPUs, not {device.device_kind}"
     if find_spec("tokamax") is None:
         return "install tokamax (pip install 'jaxpipe[experts]')"
