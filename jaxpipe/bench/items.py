@@ -73,6 +73,8 @@ def list_items(*, cpu: bool) -> tuple[Item, ...]:
         Item("experts", "a layer of 32 experts", layer(32, config=EXPERTS)),
         Item("experts-grouped", "the same without a capacity",
              layer(32, "model.capacity_factor=0", config=EXPERTS)),
+        Item("experts-grouped-fp8", "the same in fp8",
+             layer(32, "model.capacity_factor=0", fp8, config=EXPERTS)),
         Item("latent", "a layer of latent attention and 16 experts", layer(16, config=LATENT)),
         Item("packed", "rows of at most 32 documents",
              bench("train", selective, "data.packing=best_fit", "data.max_documents=32")),

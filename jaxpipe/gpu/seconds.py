@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from jaxpipe.gpu.collectives import traced_action
 from jaxpipe.gpu.program import Program, shape_bytes, shape_dims, shape_elements
+from jaxpipe.model import grouped_fp8
 from jaxpipe.planning import LayerSeconds, OpSeconds, RunPlan, estimate
 from jaxpipe.runtime.devices import Device
 from jaxpipe.runtime.hlo import Instruction
@@ -25,6 +26,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _OPERAND = re.compile(r"%([\w.\-]+)(?:#(\d+))?")  # "%args#3" is an element of a tuple
 _COST = re.compile(r'"exec_time_us":([\d.e+\-]+),[^{}]*"name":""')
 _TARGET = re.compile(r'custom_call_target="__(cublas|cudnn\$fmha)[^"]*"')
+_KERNEL = 'custom_call_target="mosaic_gpu'
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([\d,"]+)[\]}]')
 _SCORES = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":(\[[^\]]*\])')
 _DTYPE = re.compile(r"\(?([a-z]+\d+\w*)\[")
@@ -165,6 +167,8 @@ def _seconds(one: Instruction, shapes: Mapping[str, str], sheet: Device, bandwid
     ]
     once = (shape_bytes(one.shape) + sum(map(shape_bytes, operands))) / bandwidth
     target = _TARGET.search(one.rest) if one.opcode == "custom-call" else None
+    if one.opcode == "custom-call" and _KERNEL in one.rest and _are_fp8(operands):
+        return grouped_fp8.flops(*map(shape_dims, operands[:2])) / _peak_flops(operands, sheet)
     if one.opcode == "dot" or target:
         flops = _attention_flops if target and target[1] != "cublas" else _product_flops
         return flops(one, operands) / _peak_flops(operands, sheet)
@@ -191,7 +195,15 @@ def _attention_flops(one: Instruction, operands: list[str]) -> float:
 
 def _peak_flops(operands: list[str], sheet: Device) -> float:
     """Return the peak FLOP/s for the operands' dtypes; float32 runs as TF32, at half the rate."""
-    dtypes = [match[1] for match in map(_DTYPE.match, operands[:2]) if match]
-    if any(dtype.startswith("f8") for dtype in dtypes) and sheet.fp8:
+    if _are_fp8(operands) and sheet.fp8:
         return sheet.fp8
-    return sheet.flops / (2 if "f32" in dtypes else 1)
+    return sheet.flops / (2 if "f32" in _dtypes(operands) else 1)
+
+
+def _are_fp8(operands: list[str]) -> bool:
+    """Whether one of the first two operands is in 8-bit floats."""
+    return any(dtype.startswith("f8") for dtype in _dtypes(operands))
+
+
+def _dtypes(operands: list[str]) -> list[str]:
+    return [match[1] for match in map(_DTYPE.match, operands[:2]) if match]

@@ -176,6 +176,25 @@ def test_experts_with_a_capacity_multiply_in_8_bits():
     assert found["graphs"]["whole"]
 
 
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="no kernel of this jax")
+def test_experts_without_a_capacity_multiply_in_8_bits():
+    """By a kernel each for F, B and W, which is the last that W computes."""
+    found = report(*EXPERTS, "parallel.schedule=zb_h1", "train.fp8=delayed")
+    assert "in 8 bits by a kernel" in found["note"]
+    narrow = [one for one in found["products"] if "f8" in one["operands"]]
+    kernels = {
+        (one["op"], one["operands"]): one["count"]
+        for one in narrow if one["library"].startswith("mosaic_gpu")
+    }  # fmt: skip
+    forms = "f8e4m3fn x f8e4m3fn", "f8e5m2 x f8e4m3fn", "f8e4m3fn x f8e5m2"
+    assert {op: count for op, count in kernels.items() if op[0]} == {
+        (op, form): 3 for op, form in zip("FBW", forms, strict=True)
+    }
+    assert found["graphs"]["whole"]
+
+
 @needs_compiler
 @pytest.mark.skipif(not importlib.util.find_spec("tokamax"), reason="needs jaxpipe[experts]")
 def test_experts_have_a_kernel_each_for_f_b_and_w():

@@ -260,6 +260,7 @@ def test_products_are_counted_by_op_library_and_dtype():
         call.format(i=3, to="__cublas$gemm", scope=""),
         call.format(i=4, to="__cudnn$fmhaSoftmax", scope="F_chunk0/"),
         call.format(i=5, to="__cublas$gemm", scope="F_chunk0+BW_chunk1/"),
+        call.format(i=6, to="mosaic_gpu_v2", scope="B_chunk1/"),
         "  ROOT %d = bf16[8,8]{1,0} dot(%w, %x), lhs_contracting_dims={1}",
         "}",
     ]
@@ -268,5 +269,6 @@ def test_products_are_counted_by_op_library_and_dtype():
         ("", "XLA", swapped, 1),
         ("", "__cublas$gemm", operands, 1),
         ("B", "__cublas$lt$matmul$f8", operands, 2),
+        ("B", "mosaic_gpu_v2", operands, 1),
         ("F+BW", "__cublas$gemm", operands, 1),
     )

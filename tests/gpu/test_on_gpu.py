@@ -16,8 +16,9 @@ from jaxpipe.bench import train
 from jaxpipe.contract import Context
 from jaxpipe.model.attention import CachedKeys, CausalAttention
 from jaxpipe.model.blocks import KeyRange, PlainBlocks
-from jaxpipe.model.fp8 import Fp8
+from jaxpipe.model.fp8 import E4M3, E5M2, Fp8
 from jaxpipe.model.fused import FusedBlocks
+from jaxpipe.model.grouped_fp8 import GroupedFp8
 from jaxpipe.model.moe.products import multiply_by_kernel
 from jaxpipe.model.packed import RowDocuments
 from jaxpipe.model.ring import RingLayout, ring_attention
@@ -180,6 +181,31 @@ def test_grouped_products_are_ragged_dots(sizes):
     )
     for got, want in zip(*ways, strict=True):
         assert cal_diff(np.asarray(got), np.asarray(want)) < 1e-4
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="no kernel of this jax")
+@pytest.mark.parametrize("sizes", [(384, 0, 128, 512), (128, 256, 0, 0)], ids=str)
+def test_grouped_products_in_8_bits_are_the_references(sizes):
+    """Of random integers, whose sums are exact; in the second case rows are left over."""
+    rng, counts, scale = np.random.default_rng(0), jnp.int32(sizes), jnp.float32(2**-8)
+    cores = jax.devices()[0].core_count
+
+    def compare(shapes, forms, dtype):
+        operands = (
+            jnp.asarray(rng.integers(-8, 9, shape), form.dtype)
+            for shape, form in zip(shapes, forms, strict=True)
+        )
+        given = *operands, counts, scale
+        of = GroupedFp8.of_groups if len(shapes[1]) == 2 else GroupedFp8.of_rows
+        got, want = (
+            jit(of, static_argnums=(0, 5))(GroupedFp8(number), *given, dtype)
+            for number in (cores, 0)
+        )
+        np.testing.assert_array_equal(np.asarray(got, "float32"), np.asarray(want, "float32"))
+
+    compare([(1024, 768), (4, 2048, 768)], (E4M3, E4M3), "bfloat16")
+    compare([(1024, 2048), (4, 768, 2048)], (E5M2, E4M3), "bfloat16")
+    compare([(768, 1024), (2048, 1024)], (E4M3, E5M2), "float32")
 
 
 @pytest.mark.parametrize("begin", [0, 512])

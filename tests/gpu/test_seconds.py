@@ -31,6 +31,7 @@ def one(operands, result, rest, *, action="F_chunk0"):
 
 
 DOT = "dot(OPERANDS), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+KERNEL = 'custom-call(OPERANDS), custom_call_target="mosaic_gpu_v2"'
 SCORES = '"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["1","2","8","16"]}'
 COST = '"exec_time_us":%s,"compute_time_us":0,"memory_access_time_us":1,"name":""'
 
@@ -55,6 +56,7 @@ def fusion(cost):
         (["bf16[4,8]", "bf16[8,5]"], "(f32[4,5], s8[32])", gemm(), 2 * 160 / 1e3),
         (["f32[4,8]", "f32[8,5]"], "f32[4,5]", DOT, 2 * 160 / 5e2),
         (["f8e4m3fn[4,8]", "f8e5m2[8,5]"], "bf16[4,5]", gemm("$f8"), 2 * 160 / 2e3),
+        (["f8e5m2[4,8]", "f8e4m3fn[3,5,8]"], "f32[4,5]", KERNEL, 2 * 160 / 2e3),
         (["bf16[1,8,2,4]"], "bf16[8]", attention("", "CAUSAL"), 2 * 2 * 64 * 16 / 2 / 1e3),
         (["bf16[1,8,2,4]"], "bf16[8]", attention("Backward", "NO"), 5 * 2 * 64 * 16 / 1e3),
         (["f32[100]"], "f32[100]", fusion("9e9"), 800 / 1e4),  # once through memory
@@ -62,7 +64,18 @@ def fusion(cost):
         (["f32[100]"], "f32[100]", "copy(OPERANDS)", 800 / 1e4),
         (["f32[100]"], "f32[100]", "bitcast(OPERANDS)", 0),
     ],
-    ids=["bf16", "f32", "fp8", "attention", "its gradient", "dear", "cheap", "copy", "nothing"],
+    ids=[
+        "bf16",
+        "f32",
+        "fp8",
+        "grouped",
+        "attention",
+        "its gradient",
+        "dear",
+        "cheap",
+        "copy",
+        "nothing",
+    ],
 )
 def test_an_instruction_takes_its_products_or_its_bytes(operands, result, rest, seconds):
     found = one(operands, result, rest)

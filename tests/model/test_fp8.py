@@ -223,11 +223,13 @@ def test_a_plan_knows_that_adapters_are_not_in_8_bits():
 
 
 def test_a_plan_knows_which_experts_multiply_in_8_bits():
-    """Only experts with a capacity, in all of their slots; ragged products stay unquantized."""
-    tokens, attention, expert = 2 * 32, 64 * 64 * 2 + 2 * 64 * 32, 3 * 64 * 32
-    slots = 2 * 32 * 2  # two per token
-    for factor, rows in ((1.0, slots), (0.0, 0)):
-        config = settings(**EXPERTS | {"capacity_factor": factor}, d_expert=32)
+    """Those with a capacity in all of their slots; without, in multiples of 128 for each expert.
+
+    Without a capacity products in 8 bits need sizes that are multiples of 128.
+    """
+    tokens, slots = 2 * 32, 2 * 32 * 2  # two per token
+    for factor, width, rows in ((1.0, 64, slots), (0.0, 64, 0), (0.0, 128, 512)):
+        config = settings(**EXPERTS | {"capacity_factor": factor}, d_model=width, d_expert=width)
         sparse = costs_of(config).kinds["sparse"]
-        want = 2.0 * (tokens * attention + rows * expert)
+        want = 2.0 * (tokens * width * width * 3 + rows * 3 * width * width)
         assert sparse.in_fp8 == dict.fromkeys("FBW", want)

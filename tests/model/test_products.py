@@ -20,7 +20,9 @@ from jaxpipe.model.moe.products import choose_grouped_product, multiply_by_kerne
 SIZES = {"d_model": 256, "vocab_size": 8, "n_heads": 1, "n_kv_heads": 1, "d_ff": 8,
          "n_layers": 1}  # fmt: skip
 MODEL = LlamaConfig(**SIZES, n_experts=4, d_expert=256)
-HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H100")
+HOPPER = SimpleNamespace(
+    platform="gpu", compute_capability="9.0", device_kind="H100", core_count=132
+)
 BLACKWELL = SimpleNamespace(platform="gpu", compute_capability="10.0", device_kind="B200")
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 
@@ -71,3 +73,35 @@ def test_who_has_the_kernel(device, model, dtype, found, note, monkeypatch):
         assert not got.note
     else:
         assert re.search(note, got.note)
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "found", "cores", "note"),
+    [
+        (CPU, MODEL, None, 0, "^$"),
+        (None, MODEL, None, 0, "^$"),  # a plan's
+        (CPU, MODELS["qwen"], None, None, "^$"),
+        (HOPPER, MODELS["narrow"], None, None, "^$"),
+        (HOPPER, MODEL, "tokamax", 132, "^grouped products of experts in 8 bits by a kernel$"),
+        (HOPPER, MODEL, None, 132, "by a kernel; those of adapters: experts multiply every row"),
+        (HOPPER, MODELS["qwen"], "tokamax", None, "not in 8 bits: .* not model.d_model=16 and"),
+        (BLACKWELL, MODEL, "tokamax", None, "not in 8 bits: the kernel is for Hopper GPUs, not B2"),
+    ],
+)
+def test_who_multiplies_groups_in_8_bits(device, model, found, cores, note, monkeypatch):
+    """By a kernel, by the reference implementation, or not, which a GPU's note says."""
+    monkeypatch.setattr(products, "find_spec", lambda name: found)
+    monkeypatch.setattr(products, "_JAX_OF_FP8", (0, 10, 1))
+    got = choose_grouped_product(device, model, jnp.dtype("bfloat16"), tp=2, fp8=True)
+    assert (got.in_fp8 and got.in_fp8.cores) == cores
+    assert re.search(note, got.note)
+    without = choose_grouped_product(device, model, jnp.dtype("bfloat16"), tp=2)
+    assert without.in_fp8 is None
+    assert without.product is got.product
+
+
+def test_an_old_jax_has_no_kernel_for_8_bits(monkeypatch):
+    monkeypatch.setattr(products, "_JAX_OF_FP8", (99, 1))
+    got = choose_grouped_product(HOPPER, MODEL, jnp.dtype("bfloat16"), tp=2, fp8=True)
+    assert got.in_fp8 is None
+    assert "the kernel needs jax 99.1 or later, not" in got.note
