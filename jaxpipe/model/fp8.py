@@ -173,7 +173,7 @@ class _Batched(NamedTuple):
 class _Grouped(NamedTuple):
     """Products of rows `[S, in]` and weights `[E, in, out]` of groups; none has a scale of its own.
 
-    Values that are in 8 bits already are transposed for them, which moves the fewest bytes.
+    Operands are transposed after they are rounded to 8 bits, which moves the fewest bytes.
     """
 
     devices: OneDevice
@@ -183,17 +183,17 @@ class _Grouped(NamedTuple):
     def outputs(self, x: _Operand, weight: _Operand, sizes_E: Any, dtype: Any) -> jax.Array:
         """x w."""
         right = weight.values.swapaxes(1, 2)
-        return self.groups.of_rows(x.values, right, sizes_E, x.scale * weight.scale, dtype)
+        return self.groups.multiply_rows(x.values, right, sizes_E, x.scale * weight.scale, dtype)
 
     def inputs(self, dy: _Operand, weight: _Operand, sizes_E: Any, dtype: Any) -> jax.Array:
         """dy w^T."""
         scale = dy.scale * weight.scale
-        return self.groups.of_rows(dy.values, weight.values, sizes_E, scale, dtype)
+        return self.groups.multiply_rows(dy.values, weight.values, sizes_E, scale, dtype)
 
     def weights(self, x: _Operand, dy: _Operand, sizes_E: Any, dtype: Any) -> jax.Array:
         """x^T dy."""
         left, right = x.values.T, dy.values.T
-        return self.groups.of_groups(left, right, sizes_E, x.scale * dy.scale, dtype)
+        return self.groups.multiply_groups(left, right, sizes_E, x.scale * dy.scale, dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -204,9 +204,9 @@ def _products(how: _Batched | _Grouped, x: jax.Array, weights: Any, scales: Any,
 def _forward(
     how: _Batched | _Grouped, x: jax.Array, weights: Any, scales: Any, sizes: Any
 ) -> tuple[Any, Any]:
-    each, of = scales or (None,) * len(weights), (how.devices, how.experts)
-    left = _round(0, x, each[0], *of)
-    rights = [_round(1, *operand, *of) for operand in zip(weights, each)]
+    each = scales or (None,) * len(weights)
+    left = _round(0, x, each[0], how.devices, how.experts)
+    rights = [_round(1, *operand, how.devices, how.experts) for operand in zip(weights, each)]
     products = tuple(how.outputs(left, right, sizes, x.dtype) for right in rights)
     return products, (left, rights, scales, sizes)
 

@@ -33,14 +33,14 @@ class GroupedFp8:
 
     cores: int = 0
 
-    def of_rows(
+    def multiply_rows(
         self, left_SK: jax.Array, right_ENK: jax.Array, sizes_E: jax.Array, scale: jax.Array,
         dtype: Any,
     ) -> jax.Array:  # fmt: skip
         """Each row times its group's matrix, `[S, N]`; rows of no group give zeros."""
         return self._bind(left_SK, right_ENK, sizes_E, scale, dtype)
 
-    def of_groups(
+    def multiply_groups(
         self, left_MS: jax.Array, right_NS: jax.Array, sizes_E: jax.Array, scale: jax.Array,
         dtype: Any,
     ) -> jax.Array:  # fmt: skip
@@ -49,8 +49,8 @@ class GroupedFp8:
 
     def _bind(self, *operands: Any) -> jax.Array:
         *operands, dtype = operands
-        (made,) = _PRODUCT.bind(*operands, dtype=jnp.dtype(dtype), cores=self.cores)
-        return made
+        (result,) = _PRODUCT.bind(*operands, dtype=jnp.dtype(dtype), cores=self.cores)
+        return result
 
 
 def flops(left: tuple[int, ...], right: tuple[int, ...]) -> int:
@@ -61,9 +61,9 @@ def flops(left: tuple[int, ...], right: tuple[int, ...]) -> int:
 def _shapes(
     left: Any, right: Any, sizes_E: Any, scale: Any, *, dtype: Any, cores: int
 ) -> list[jax.ShapeDtypeStruct]:
-    made = left.shape[0], right.shape[-2]
+    shape = left.shape[0], right.shape[-2]
     groups = sizes_E.shape if len(right.shape) == 2 else ()
-    return [jax.ShapeDtypeStruct((*groups, *made), dtype)]
+    return [jax.ShapeDtypeStruct((*groups, *shape), dtype)]
 
 
 def _lower(
@@ -84,8 +84,8 @@ def multiply_ref(
     """The reference implementation; `right` is `[E, N, K]`, or `[N, S]` for sums over groups."""
     wide = jnp.promote_types(dtype, jnp.float32)  # in which products of 8-bit floats are exact
     numbers = _GROUPS if right.ndim == 2 else _ROWS
-    made = lax.ragged_dot_general(left.astype(wide), right.astype(wide), sizes_E, numbers)
-    return (made * scale).astype(dtype)
+    result = lax.ragged_dot_general(left.astype(wide), right.astype(wide), sizes_E, numbers)
+    return (result * scale).astype(dtype)
 
 
 _PRODUCT = define_primitive(NAME, _shapes, _lower)

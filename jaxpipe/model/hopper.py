@@ -1,8 +1,8 @@
 """A kernel for Hopper GPUs: grouped products of 8-bit floats, in Pallas's Mosaic GPU.
 
-The result is made in tiles of 128 x 128, each the sum of products of 128 x 128 blocks of the
+The result is computed in tiles of 128 x 128, each the sum of products of 128 x 128 blocks of the
 operands, which both are contracted over their last dim, because Hopper multiplies 8-bit floats in
-no other order. `Tiles` says which blocks; so one kernel makes products of rows and of groups.
+no other order. `Tiles` says which blocks; so one kernel multiplies rows and groups.
 
 The tensor cores add up 8-bit products in about 14 bits. The sum of every 128 products is therefore
 added to a float32 sum in registers (DeepSeek-AI 2024, "DeepSeek-V3", 3.3.2).
@@ -19,12 +19,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpipe.model.grouped_fp8 import TILE
 
-_STEPS = 4  # pairs of blocks in shared memory, loaded ahead of their products
-_GROUPS = 2  # warpgroups that multiply, each half of a tile's rows; one more loads
-_HALF = TILE // _GROUPS
+_SLOTS = 4  # pairs of blocks in shared memory, loaded ahead of their products
+_WARPGROUPS = 2  # warpgroups that multiply, each half of a tile's rows; one more loads
+_HALF = TILE // _WARPGROUPS
 # Registers of a thread that loads, and of one that multiplies: it has two sums of 64 each. All
 # threads together have at most 65536.
-_FEW, _MANY = 40, 232
+_LOADING_REGISTERS, _MULTIPLYING_REGISTERS = 40, 232
 
 
 class Tiles(NamedTuple):
@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
 def multiply_rows(
     left_SK: jax.Array, right_ENK: jax.Array, sizes_E: jax.Array, scale: jax.Array, **how: Any
 ) -> jax.Array:
-    """`GroupedFp8.of_rows`; `how` as in `multiply_tiles`."""
+    """`GroupedFp8.multiply_rows`; `how` as in `multiply_tiles`."""
     groups = len(sizes_E)
     tile_T = lax.iota(jnp.int32, len(left_SK) // TILE)
     ends_E = jnp.cumsum(sizes_E, dtype=jnp.int32) // TILE
@@ -59,14 +59,14 @@ def multiply_rows(
 def multiply_groups(
     left_MS: jax.Array, right_NS: jax.Array, sizes_E: jax.Array, scale: jax.Array, **how: Any
 ) -> jax.Array:
-    """`GroupedFp8.of_groups`; `how` as in `multiply_tiles`."""
+    """`GroupedFp8.multiply_groups`; `how` as in `multiply_tiles`."""
     groups, rows = len(sizes_E), len(left_MS) // TILE
     ends_E = jnp.cumsum(sizes_E, dtype=jnp.int32)
     begin_T, count_T = (jnp.repeat(of // TILE, rows) for of in (ends_E - sizes_E, sizes_E))
     row_T = jnp.tile(lax.iota(jnp.int32, rows), groups)
     tiles = Tiles(row_T, jnp.zeros_like(row_T), begin_T, count_T)
-    made = multiply_tiles(left_MS, right_NS[None], tiles, scale, **how)
-    return made.reshape(groups, *left_MS.shape[:1], *right_NS.shape[:1])
+    result = multiply_tiles(left_MS, right_NS[None], tiles, scale, **how)
+    return result.reshape(groups, *left_MS.shape[:1], *right_NS.shape[:1])
 
 
 def multiply_tiles(
@@ -95,16 +95,16 @@ def multiply_tiles(
         grouped_fp8,
         out_type=jax.ShapeDtypeStruct((rows * TILE, width), dtype),
         scratch_types=(
-            _swizzled((_STEPS, TILE, TILE), left_MK.dtype),
-            _swizzled((_STEPS, TILE, TILE), right_ENK.dtype),
-            _swizzled((_GROUPS, _HALF, TILE), dtype),
-            plgpu.Barrier(num_arrivals=2, num_barriers=_STEPS),
-            plgpu.Barrier(num_arrivals=_GROUPS, num_barriers=_STEPS),
+            _swizzled((_SLOTS, TILE, TILE), left_MK.dtype),
+            _swizzled((_SLOTS, TILE, TILE), right_ENK.dtype),
+            _swizzled((_WARPGROUPS, _HALF, TILE), dtype),
+            plgpu.Barrier(num_arrivals=2, num_barriers=_SLOTS),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_SLOTS),
         ),
         grid=(cores,),
         grid_names=("core",),
-        num_threads=_GROUPS + 1,
-        thread_name="group",
+        num_threads=_WARPGROUPS + 1,
+        thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
     )
@@ -120,15 +120,17 @@ def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 class _Refs(NamedTuple):
-    """The operands, tiles and result in global memory; slots of blocks and halves of a tile in
-    shared memory; and barriers of the slots, which tell that a slot is loaded, and no longer used.
+    """The kernel's memory.
+
+    `left` to `result` are in global memory; slots of blocks, and the halves of a tile, in shared
+    memory. Barriers of the slots tell that a slot is loaded, and that it is no longer used.
     """
 
     left: Any
     right: Any
     tiles: Any
     scale: Any
-    made: Any
+    result: Any
     left_slots: Any
     right_slots: Any
     halves: Any
@@ -140,9 +142,9 @@ def _run(refs: _Refs, grid: tuple[int, int]) -> None:
     """The program of a multiprocessor: one warpgroup loads blocks, the others multiply them.
 
     Blocks are numbered over all tiles of the multiprocessor, and a block is in the slot of its
-    number modulo `_STEPS`: the next tile's blocks are loaded while a tile is stored.
+    number modulo `_SLOTS`: the next tile's blocks are loaded while a tile is stored.
     """
-    group = lax.axis_index("group")
+    warpgroup = lax.axis_index("warpgroup")
 
     def for_each_tile(run: Callable[..., None]) -> None:
         """Call `run(refs, row, column, first, count)`; a tile has blocks first, first + 1, ..."""
@@ -153,15 +155,15 @@ def _run(refs: _Refs, grid: tuple[int, int]) -> None:
             run(refs, *loop.index, carry, count)
             return carry + count
 
-    @pl.when(group == _GROUPS)
+    @pl.when(warpgroup == _WARPGROUPS)
     def _() -> None:
-        plgpu.set_max_registers(_FEW, action="decrease")
+        plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
         for_each_tile(_load_tile)
 
-    @pl.when(group < _GROUPS)
+    @pl.when(warpgroup < _WARPGROUPS)
     def _() -> None:
-        plgpu.set_max_registers(_MANY, action="increase")
-        for_each_tile(_make_tile)
+        plgpu.set_max_registers(_MULTIPLYING_REGISTERS, action="increase")
+        for_each_tile(_multiply_tile)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -172,9 +174,9 @@ def _load_tile(refs: _Refs, row: Any, column: Any, first: Any, count: Any) -> No
     @pl.loop(0, count)
     def _(k: Any) -> None:
         block, over = first + k, _blocks(tile.begin + k)
-        slot = lax.rem(block, _STEPS)
+        slot = lax.rem(block, _SLOTS)
 
-        @pl.when(block >= _STEPS)
+        @pl.when(block >= _SLOTS)
         def _() -> None:
             plgpu.barrier_wait(refs.used.at[slot])
 
@@ -185,16 +187,16 @@ def _load_tile(refs: _Refs, row: Any, column: Any, first: Any, count: Any) -> No
             plgpu.copy_gmem_to_smem(operand, slots.at[slot], refs.loaded.at[slot])
 
 
-def _make_tile(refs: _Refs, row: Any, column: Any, first: Any, count: Any) -> None:
-    """Make this warpgroup's half of a tile, and begin to store it."""
-    group = lax.axis_index("group")
+def _multiply_tile(refs: _Refs, row: Any, column: Any, first: Any, count: Any) -> None:
+    """Compute this warpgroup's half of a tile, and start to store it."""
+    warpgroup = lax.axis_index("warpgroup")
 
     def add_block(k: Any, total: jax.Array) -> jax.Array:
-        slot = lax.rem(first + k, _STEPS)
+        slot = lax.rem(first + k, _SLOTS)
         plgpu.barrier_wait(refs.loaded.at[slot])
 
         def multiply(sums: Any) -> jax.Array:
-            left = refs.left_slots.at[slot, pl.ds(group * _HALF, _HALF)]
+            left = refs.left_slots.at[slot, pl.ds(warpgroup * _HALF, _HALF)]
             plgpu.wgmma(sums, left, refs.right_slots.at[slot].transpose((1, 0)))
             return sums[...]
 
@@ -205,10 +207,10 @@ def _make_tile(refs: _Refs, row: Any, column: Any, first: Any, count: Any) -> No
     zeros = plgpu.layout_cast(jnp.zeros((_HALF, TILE), jnp.float32), plgpu.Layout.WGMMA)
     total = lax.fori_loop(0, count, add_block, zeros)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the previous tile
-    refs.halves[group] = (total * refs.scale[0]).astype(refs.halves.dtype)
+    refs.halves[warpgroup] = (total * refs.scale[0]).astype(refs.halves.dtype)
     plgpu.commit_smem()
-    rows = pl.ds(row * TILE + group * _HALF, _HALF)
-    plgpu.copy_smem_to_gmem(refs.halves.at[group], refs.made.at[rows, _blocks(column)])
+    rows = pl.ds(row * TILE + warpgroup * _HALF, _HALF)
+    plgpu.copy_smem_to_gmem(refs.halves.at[warpgroup], refs.result.at[rows, _blocks(column)])
 
 
 def _blocks(index: Any) -> Any:

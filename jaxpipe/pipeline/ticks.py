@@ -53,16 +53,16 @@ def run_ticks(work: DeviceWork, carry: Carry, rows: TableRow, closing: int | Non
     """
     if work.step.execution.printer is not None:
         rows = rows._replace(tick=jnp.arange(work.step.tables.ticks))
-    scanned = rows if closing is None else jax.tree.map(lambda column: column[:closing], rows)
     if closing is None:
-        return lax.scan(lambda carry, row: (work.tick(carry, row), None), carry, scanned)[0]
+        return lax.scan(lambda carry, row: (work.tick(carry, row), None), carry, rows)[0]
 
     def tick_with(carried: tuple[Carry, Tree], row: TableRow) -> tuple[tuple[Carry, Tree], None]:
         carry, params = carried
-        # Without the barrier XLA reads what the loop was given after it too, beside a transposed
-        # copy of all parameters that the loop's 8-bit products read.
+        # Without the barrier XLA sees that the loop changes no parameter. It then keeps the loop's
+        # inputs for the ticks after it, beside a transposed copy that the loop's fp8 products read.
         return (work.with_params(params).tick(carry, row), lax.optimization_barrier(params)), None
 
+    scanned = jax.tree.map(lambda column: column[:closing], rows)
     (carry, params), _ = lax.scan(tick_with, (carry, work.params), scanned)
     work = work.with_params(params)
     for tick, alone in _after(work, closing):
