@@ -56,7 +56,7 @@ def list_items(*, cpu: bool) -> tuple[Item, ...]:
         return ("jaxpipe.bench", what, _ON_CPU[config], *tiny, *words, *options)
 
     length = 64 if cpu else 32768
-    long = (f"train.seq_len={length}", f"model.max_seq_len={length}")
+    long = (f"train.seq_len={length}", f"model.max_seq_len={length}", "train.loss_chunks=8")
     two = ("parallel.pp=2", *(("runtime.cpu_devices=2",) if cpu else ()))
     selective, fp8 = "train.remat=selective", "train.fp8=delayed"
     return (

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpipe.model.grouped_fp8 import TILE
 
-_SLOTS = 4  # pairs of blocks in shared memory, loaded ahead of their products
+_SHARED = 227 * 2**10  # bytes of shared memory of a multiprocessor
 _WARPGROUPS = 2  # warpgroups that multiply, each half of a tile's rows; one more loads
 _HALF = TILE // _WARPGROUPS
 # Registers of a thread that loads, and of one that multiplies: it has two sums of 64 each. All
@@ -87,6 +87,8 @@ def multiply_tiles(
       `[128 T, N]`.
     """
     rows, width = len(tiles.rows), right_ENK.shape[1]
+    # Pairs of blocks in shared memory, beside a tile of the result: as many as there is room for.
+    slots = (_SHARED // TILE**2 - jnp.dtype(dtype).itemsize) // 2
 
     def grouped_fp8(*refs: Any) -> None:  # a profile has this name
         _run(_Refs(*refs), (rows, width // TILE))
@@ -95,11 +97,11 @@ def multiply_tiles(
         grouped_fp8,
         out_type=jax.ShapeDtypeStruct((rows * TILE, width), dtype),
         scratch_types=(
-            _swizzled((_SLOTS, TILE, TILE), left_MK.dtype),
-            _swizzled((_SLOTS, TILE, TILE), right_ENK.dtype),
+            _swizzled((slots, TILE, TILE), left_MK.dtype),
+            _swizzled((slots, TILE, TILE), right_ENK.dtype),
             _swizzled((_WARPGROUPS, _HALF, TILE), dtype),
-            plgpu.Barrier(num_arrivals=2, num_barriers=_SLOTS),
-            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_SLOTS),
+            plgpu.Barrier(num_arrivals=2, num_barriers=slots),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=slots),
         ),
         grid=(cores,),
         grid_names=("core",),
@@ -137,12 +139,17 @@ class _Refs(NamedTuple):
     loaded: Any
     used: Any
 
+    @property
+    def slots(self) -> int:
+        """The number of slots."""
+        return self.left_slots.shape[0]
+
 
 def _run(refs: _Refs, grid: tuple[int, int]) -> None:
     """The program of a multiprocessor: one warpgroup loads blocks, the others multiply them.
 
     Blocks are numbered over all tiles of the multiprocessor, and a block is in the slot of its
-    number modulo `_SLOTS`: the next tile's blocks are loaded while a tile is stored.
+    number modulo theirs: the next tile's blocks are loaded while a tile is stored.
     """
     warpgroup = lax.axis_index("warpgroup")
 
@@ -174,9 +181,9 @@ def _load_tile(refs: _Refs, row: Any, column: Any, first: Any, count: Any) -> No
     @pl.loop(0, count)
     def _(k: Any) -> None:
         block, over = first + k, _blocks(tile.begin + k)
-        slot = lax.rem(block, _SLOTS)
+        slot = lax.rem(block, refs.slots)
 
-        @pl.when(block >= _SLOTS)
+        @pl.when(block >= refs.slots)
         def _() -> None:
             plgpu.barrier_wait(refs.used.at[slot])
 
@@ -192,7 +199,7 @@ def _multiply_tile(refs: _Refs, row: Any, column: Any, first: Any, count: Any) -
     warpgroup = lax.axis_index("warpgroup")
 
     def add_block(k: Any, total: jax.Array) -> jax.Array:
-        slot = lax.rem(first + k, _SLOTS)
+        slot = lax.rem(first + k, refs.slots)
         plgpu.barrier_wait(refs.loaded.at[slot])
 
         def multiply(sums: Any) -> jax.Array:
