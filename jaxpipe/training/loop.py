@@ -177,15 +177,15 @@ class TrainLoop:
             dispatched, values, seconds = unread.read()
             start = {} if position.finished.step else position.seconds_by_phase()
             position.finish(dispatched.step, seconds * len(dispatched.program))
-            skipped = values["skipped_steps"]
+            skipped, not_finite = values["skipped_steps"], values["not_finite_in_row"]
             if not (limit or train.spike_sigma or skipped):
-                del values["skipped_steps"]
+                del values["skipped_steps"], values["not_finite_in_row"]
             values |= dispatched.spent | self.stragglers.take()
             values |= self.trainer.rates(
                 dispatched.step, dispatched.after.tokens, seconds, skipped, dispatched.contents
             )
             spikes = values.get("spikes_in_row", 0)
-            stops = unread.not_finite > limit or spikes > train.spike_limit
+            stops = not_finite > limit or spikes > train.spike_limit
             if self._evaluates_at(dispatched.step) and not stops:
                 with _timed(values, "eval_seconds"):
                     values["eval_loss"] = self._heldout_loss(state)
@@ -202,10 +202,10 @@ class TrainLoop:
                 return Failure(state, dispatched, values)
             if not values["target_tokens"]:
                 self.progress.say(f"step {dispatched.step} has no target: it made no update")
-            elif unread.not_finite:
+            elif not math.isfinite(values["loss"] + values["grad_norm"]):
                 self.progress.say(
                     f"{describe_loss(values)} at step {dispatched.step}: left out, "
-                    f"{unread.not_finite} in a row of at most train.skip_non_finite={limit}"
+                    f"{not_finite} in a row of at most train.skip_non_finite={limit}"
                 )
             elif spikes:
                 self.progress.say(
@@ -304,7 +304,8 @@ class TrainLoop:
     def _stop(self, failed: Failure) -> int:
         """Save the state before the step, which later steps left unchanged; return 1."""
         dispatched, step = failed.dispatched, failed.step
-        self._save(step - 1, failed.state, dispatched.before)
+        state = failed.state._replace(guard=failed.state.guard.ready())
+        self._save(step - 1, state, dispatched.before)
         self.progress.say(
             f"error: {failed.reason(self.trainer.config.train)}, samples "
             f"{dispatched.before.position}..{dispatched.after.position - 1} of the training order: "

@@ -22,8 +22,8 @@ Report = Callable[[Aux], Mapping[str, jax.Array]]
 # the held-out loss; the progress line adds the smoothed loss.
 NAMES = (
     "step", "loss", "aux_loss", "z_loss", "loss_max", "target_tokens", "grad_norm", "lr",
-    "skipped_steps", "spikes_in_row", "loss_scale", "tokens_seen", "padded_tokens",
-    "packing_efficiency", "tokens_per_second", "tokens_per_second_per_device",
+    "skipped_steps", "not_finite_in_row", "spikes_in_row", "loss_scale", "tokens_seen",
+    "padded_tokens", "packing_efficiency", "tokens_per_second", "tokens_per_second_per_device",
     "tflops_per_device", "mfu", "step_seconds", "data_seconds", "save_seconds", "eval_seconds",
     "evaluate_seconds",
     "data_idle_seconds", "host_idle_seconds", "lost_seconds", "rank_lost_seconds",

@@ -81,9 +81,14 @@ class StepGuard(NamedTuple):
         new = jax.tree.map(lambda new, old: jnp.where(stopped, old, new), new, self)
         return new, accepted & ~stopped
 
+    def ready(self) -> "StepGuard":
+        """This guard with no series of skipped steps, so that a run that stopped can go on."""
+        spikes = self.spikes and self.spikes._replace(in_row=jnp.int32(0))
+        return self._replace(in_row=jnp.int32(0), spikes=spikes)
+
     def metrics(self) -> dict[str, jax.Array]:
         """The counts that are logged, by name."""
-        counts = {"skipped_steps": self.skipped}
+        counts = {"skipped_steps": self.skipped, "not_finite_in_row": self.in_row}
         return counts if self.spikes is None else counts | {"spikes_in_row": self.spikes.in_row}
 
     def saved(self) -> dict[str, Any]:

@@ -203,8 +203,8 @@ class Trainer:
         skipped, or it stops the run (`StepGuard`): then later steps leave the state unchanged, so a
         loop that reads metrics one step late still has the state before the failure. A step without
         targets has the loss NaN and makes no update either. Metrics are grad_norm, skipped_steps,
-        spikes_in_row (`train.spike_sigma`), loss_scale (float16), the losses (`losses_of`), and the
-        layers' auxiliary outputs by name.
+        not_finite_in_row, spikes_in_row (`train.spike_sigma`), loss_scale (float16), the losses
+        (`losses_of`), and the layers' auxiliary outputs by name.
         """
         return self.compiled(self.step)
 

@@ -42,7 +42,6 @@ class UnreadSteps:
         self._steps: deque[Dispatched] = deque()
         self._read_last = -math.inf  # host time when the previous program was read [s]
         self._seconds = 0.0  # time of a step of the program read last
-        self.not_finite = 0  # consecutive non-finite steps up to the step read last
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -65,11 +64,6 @@ class UnreadSteps:
         """
         dispatched = self._steps.popleft()
         values = dispatched.numbers()
-        of_targets = math.isfinite(values["loss"]) or not values["target_tokens"]
-        if not (of_targets and math.isfinite(values["grad_norm"])):
-            self.not_finite += 1
-        elif values["target_tokens"]:
-            self.not_finite = 0
         if dispatched.step == dispatched.program.start:
             before, self._read_last = self._read_last, time.perf_counter()
             elapsed = self._read_last - max(before, dispatched.started)

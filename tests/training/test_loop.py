@@ -84,7 +84,7 @@ class Recorder:
     def save(self, step, parts, meta):
         assert parts["step"] == step
         self.events.append(("save", step))
-        self.position = meta["position"]
+        self.position, self.guard = meta["position"], meta["guard"]
 
     def is_written(self, step):
         return ("save", step) in self.events
