@@ -12,7 +12,7 @@ from typing import Any
 from jaxpipe.checkpoint.listing import list_steps
 from jaxpipe.config import Config
 from jaxpipe.runtime import position, processes
-from jaxpipe.runtime.storage import open_path
+from jaxpipe.runtime.storage import open_path, remove_tree
 
 _LOOK_SECONDS = 0.5  # between two looks whether a checkpoint is complete
 
@@ -22,8 +22,8 @@ class Exports:
 
     The first process starts `python -m jaxpipe.checkpoint export` for each, one after the other. It
     reads the checkpoint from disk, a layer at a time, and uses no accelerator, so training does not
-    wait for it. At the end of the run exports that are not complete are waited for. A failure is
-    reported, and the run goes on.
+    wait for it. After the last step exports that are not complete are waited for; a run that ends
+    before leaves them to the start that goes on. A failure is reported, and the run goes on.
 
     Args:
       config: of the run.
@@ -34,12 +34,18 @@ class Exports:
         self._every, self._say = config.checkpoint.export_every, say
         self._checkpoints = open_path(config.run.dir) / "checkpoints"
         self._exports = open_path(config.run.dir) / "exports"
+        self._last_step, self._waits = config.train.steps, False
         self._steps: queue.Queue[int | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="exports", daemon=True)
         self._ends = threading.Event()  # every save is complete, or has failed
 
     def __enter__(self) -> "Exports":
         if self._every and processes.first():
+            saved = list_steps(self._checkpoints)
+            for step in saved:
+                if step and not (self._exports / str(step) / "config.json").exists():
+                    self.add(step)
+            self._waits = self._last_step in saved
             self._thread.start()
         return self
 
@@ -48,25 +54,33 @@ class Exports:
             return
         self._ends.set()
         self._steps.put(None)
-        if kind is None:
+        if kind is None and self._waits:
             position.enter("export")
             self._thread.join()
 
     def add(self, step: int) -> None:
         """Export the checkpoint of this step once it is complete, if it is one to export."""
+        self._waits = step == self._last_step
         if self._every and step % self._every == 0:
             self._steps.put(step)
 
     def _work(self) -> None:
         while (step := self._steps.get()) is not None:
-            while step not in list_steps(self._checkpoints) and not self._ends.is_set():
-                time.sleep(_LOOK_SECONDS)
-            self._export(step)
+            try:
+                self._export(step)
+            except OSError as error:
+                self._warn(step, str(error))
 
     def _export(self, step: int) -> None:
+        """Export one checkpoint, in place of an older export of a step with this number."""
+        while not (saved := list_steps(self._checkpoints)) or saved[-1] < step:
+            if self._ends.is_set():
+                return  # it could not be saved, which was said
+            time.sleep(_LOOK_SECONDS)
+        if step not in saved:
+            return self._warn(step, "it is no longer kept: a larger checkpoint.keep")
         target = self._exports / str(step)
-        if (target / "config.json").exists():  # written before the run was resumed
-            return
+        remove_tree(target)
         words = [str(self._checkpoints / str(step)), str(target)]
         command = [sys.executable, "-m", "jaxpipe.checkpoint", "export", *words]
         done = subprocess.run(
@@ -74,10 +88,12 @@ class Exports:
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
         )  # fmt: skip
         if done.returncode:
-            reason = _last_line(done.stderr) or f"exit code {done.returncode}"
-            self._say(f"warning: step {step} could not be exported ({reason}): training goes on")
+            self._warn(step, _last_line(done.stderr) or f"exit code {done.returncode}")
         else:
             self._say(done.stdout.strip())
+
+    def _warn(self, step: int, reason: str) -> None:
+        self._say(f"warning: step {step} could not be exported ({reason}): training goes on")
 
 
 def _last_line(text: str) -> str:

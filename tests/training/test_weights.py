@@ -1,5 +1,7 @@
 """Weights out of a run: streamed in Hugging Face's names, and exported while it trains."""
 
+import shutil
+
 import numpy as np
 import pytest
 from commands import SMALL
@@ -10,6 +12,7 @@ from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.train import train
+from jaxpipe.training.exports import Exports
 from jaxpipe.training.weights import stream_weights
 
 MESHES = {
@@ -40,6 +43,7 @@ def test_streamed_weights_are_those_of_an_export(tmp_path, mesh):
 
 
 def test_a_run_exports_while_it_trains(tmp_path, capfd):
+    """The same command then exports what is missing, and anew what was trained anew."""
     overrides = [
         f"run.dir={tmp_path}", "parallel.pp=1", "parallel.dp=8", "model.n_layers=2",
         "train.steps=4", "train.eval_every=0", "checkpoint.every=2", "checkpoint.export_every=2",
@@ -54,6 +58,22 @@ def test_a_run_exports_while_it_trains(tmp_path, capfd):
         expected = all_tensors(export(checkpoint, config.model, tmp_path / f"by-hand-{step}"))
         assert all((exported[name] == expected[name]).all() for name in expected)
         assert f"parameters to {tmp_path}/exports/{step}" in said
+    shutil.rmtree(tmp_path / "exports" / "2")
+    shutil.rmtree(tmp_path / "checkpoints" / "4")
+    (tmp_path / "exports" / "4" / "old").touch()
+    assert train(config) == 0
+    assert (tmp_path / "exports" / "2" / "config.json").exists()
+    assert not (tmp_path / "exports" / "4" / "old").exists()
+
+
+def test_a_checkpoint_that_is_no_longer_kept_is_not_exported(tmp_path):
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    config, said = configs.load(SMALL, [f"run.dir={tmp_path}", "checkpoint.export_every=2"]), []
+    with Exports(config, said.append) as exports:
+        exports.add(2)
+        exports.add(config.train.steps)  # is not saved, and the run ends
+    assert len(said) == 1
+    assert "step 2 could not be exported (it is no longer kept" in said[0]
 
 
 def test_an_export_is_of_a_checkpoint():
