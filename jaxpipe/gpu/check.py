@@ -121,7 +121,8 @@ def check_step(plan: RunPlan, card: str, save: Path | None = None) -> CompiledRe
         graphed = read_graph_coverage(dump.read_text(), around) if dump else None
         largest = read_temporaries(Path(folder))
     if save:
-        save_program(save, name, lowered, compiled, list(trainer.mesh.devices.flat))
+        devices = list(trainer.mesh.devices.flat)
+        save_program(save, name, lowered, compiled, devices, trainer.compiler_options)
     program = Program(compiled.as_text())
     ops = estimate_seconds(program, DEVICES[card.upper()], cards.card_bandwidth(card))
     layers = sum(map(len, trainer.layout.chunk_kinds))

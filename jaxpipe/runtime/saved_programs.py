@@ -1,13 +1,14 @@
 """Compiled programs in files, for a run on equal devices with equal versions to load.
 
-A run traces its program before it looks for the file and compares a digest of what it has traced.
-So a file of other settings or other source is never taken.
+A run traces its program before it looks for the file, and compares a digest of what it has traced
+and XLA's options. So a file of other settings or other source is never taken.
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,8 +18,10 @@ from jax.experimental import serialize_executable
 from jaxpipe.config import ConfigError
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.collective_order import is_ordered
+from jaxpipe.runtime.storage import write_whole
 
 _ENDING = ".program"
+_SIZE = "the size of the program"  # in bytes
 
 
 def save_program(
@@ -27,6 +30,7 @@ def save_program(
     lowered: jax.stages.Lowered,
     compiled: jax.stages.Compiled,
     devices: Sequence[jax.Device],
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
     """Write a compiled program, and return its file.
 
@@ -37,22 +41,23 @@ def save_program(
       compiled: it, compiled for the devices, which may be absent (`jax.experimental.topologies`).
         XLA for CPUs cannot write one that it has loaded, from the compile cache for example.
       devices: of its mesh, in order.
+      options: the `compiler_options` that a run would compile it with.
 
     Raises:
       ConfigError: the directory cannot be written, or XLA for CPUs could not load the program with
         its collectives in order (`collective_order.py`).
     """
-    about = _describe(lowered, devices)
+    about = _describe(lowered, devices, options)
     if devices[0].platform == "cpu" and not is_ordered(compiled.runtime_executable()):
         raise ConfigError(
             f"{name} cannot be saved for CPUs: data do not order its collectives, and XLA for CPUs "
             f"would load it without their order; save it for GPUs."
         )
     content, _, _ = serialize_executable.serialize(compiled)
-    path = directory / f"{name}-{about['the program'][:16]}{_ENDING}"
+    header = json.dumps(about | {_SIZE: len(content)}).encode()
+    path = directory / f"{name}-{hashlib.sha256(header).hexdigest()[:16]}{_ENDING}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(f"{json.dumps(about)}\n".encode() + content)
+        write_whole(path, header + b"\n" + content)
     except OSError as error:
         raise ConfigError(
             f"{directory} cannot be written ({error.strerror}): choose another directory."
@@ -61,7 +66,11 @@ def save_program(
 
 
 def load_program(
-    directory: Path, name: str, lowered: jax.stages.Lowered, devices: Sequence[jax.Device]
+    directory: Path,
+    name: str,
+    lowered: jax.stages.Lowered,
+    devices: Sequence[jax.Device],
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[jax.stages.Compiled | None, str]:
     """Load the file of a program.
 
@@ -70,19 +79,24 @@ def load_program(
       name: of the program.
       lowered: the program, as this run has traced it.
       devices: of its mesh, in order.
+      options: the `compiler_options` of this run.
 
     Returns:
       The compiled program and "", or None and a sentence on why there is none.
     """
     if processes.several():
         return None, "a run of several processes loads no saved program"
-    wanted, reason = _describe(lowered, devices), f"{directory} has no {name}"
+    wanted, reason = _describe(lowered, devices, options), f"{directory} has no {name}"
     for path in sorted(directory.glob(f"{name}-*{_ENDING}")):
-        about, _, content = path.read_bytes().partition(b"\n")
+        header, _, content = path.read_bytes().partition(b"\n")
+        try:
+            about = json.loads(header)
+        except ValueError:
+            about = {}
         differences = [
-            f"{what} is {wanted[what]}, and in {path} {had}"
-            for what, had in json.loads(about).items()
-            if wanted[what] != had
+            f"{what} is {value}, and in {path} {about.get(what)}"
+            for what, value in (wanted | {_SIZE: len(content)}).items()
+            if about.get(what) != value
         ]
         if not differences:
             return serialize_executable.deserialize_and_load(
@@ -93,12 +107,15 @@ def load_program(
     return None, reason
 
 
-def _describe(lowered: jax.stages.Lowered, devices: Sequence[jax.Device]) -> dict[str, Any]:
+def _describe(
+    lowered: jax.stages.Lowered, devices: Sequence[jax.Device], options: Mapping[str, Any]
+) -> dict[str, Any]:
     """What must be equal where a program is compiled and where it is loaded."""
     return {
         "the version of jax": jax.__version__,
         "the version of jaxlib": jaxlib.__version__,
         "the kind of device": devices[0].device_kind,
         "the number of devices": len(devices),
+        "the set of XLA's options": dict(options),
         "the program": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
     }

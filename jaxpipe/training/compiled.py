@@ -99,7 +99,8 @@ class CompiledSteps:
         if not directory or key == "eval_step":
             return None, ""
         devices = list(self._trainer.mesh.devices.flat)
-        return load_program(Path(directory), key, lowered, devices)
+        options = self._trainer.compiler_options
+        return load_program(Path(directory), key, lowered, devices, options)
 
     def _program(self, name: str, state: State, batch: Tree) -> Any:
         """The program for the batch's shape; waits until it is compiled."""
@@ -107,9 +108,11 @@ class CompiledSteps:
             return self._compiled_by_all(name, getattr(self._trainer, name), state, batch)
         parallel = self._trainer.config.parallel
         rows, _, length = batch["inputs"].shape
+        whole, phase = length * parallel.rows_per_sequence, position.now.phase
         position.enter("compile")
-        whole = length * parallel.rows_per_sequence
-        return self._ask(name, rows // parallel.slices, whole).result()
+        program = self._ask(name, rows // parallel.slices, whole).result()
+        position.enter(phase)
+        return program
 
     def _ask(self, name: str, microbatches: int, length: int) -> Future[Any]:
         """A future of the program for this shape, which is compiled if it is not cached."""

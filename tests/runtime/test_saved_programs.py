@@ -56,8 +56,14 @@ batch = jax.device_put(jax.numpy.linspace(0.7, 2.9, width), own)
 compiled.clear()
 if what == "older":
     saved_programs.jax.__version__ = "0.1.2"
-saved = {} if what == "plain" else {
-    "saved": lambda lowered: saved_programs.load_program(folder, "train_step", lowered, devices)}
+if what == "cut":
+    for path in folder.glob("*"):
+        (folder / "cut").mkdir()
+        (folder / "cut" / path.name).write_bytes(path.read_bytes()[:-1])
+    folder = folder / "cut"
+options = {"xla_gpu_deterministic_ops": True} if what == "options" else {}
+saved = {} if what == "plain" else {"saved": lambda lowered: saved_programs.load_program(
+    folder, "train_step", lowered, devices, options)}
 program, words = compile_timed(step, state, batch, **saved)
 print(len(compiled), words)
 before = state
@@ -127,6 +133,12 @@ def test_a_run_loads_the_step_that_was_compiled_for_its_configuration(tmp_path, 
     [
         ("load", 16, "since the program is "),
         ("older", 8, "since the version of jax is 0.1.2, and in "),
+        (
+            "options",
+            8,
+            "since the set of XLA's options is {'xla_gpu_deterministic_ops': True}, and in ",
+        ),
+        ("cut", 8, "since the size of the program is "),
     ],
 )
 def test_another_program_or_version_is_compiled_and_the_log_says_why(folder, what, width, reason):
