@@ -306,8 +306,8 @@ def _data(config: Config, directory: Path) -> "RunData":
             )
     except OSError as error:
         raise ConfigError(
-            f"{directory} cannot be written ({error.strerror}): make it a writable directory or "
-            f"choose another run.dir."
+            f"the data cannot be read ({error}): make the file readable, or choose another "
+            f"data.path."
         ) from error
 
 

@@ -31,7 +31,8 @@ class Progress:
     ):
         self._steps = steps
         self._every = config.every
-        self._console = console or _Output(soft_wrap=True, highlight=False, quiet=silent)
+        plain = {"highlight": False, "markup": False, "emoji": False}  # "[" may be in a path
+        self._console = console or _Output(soft_wrap=True, quiet=silent, **plain)
         self._live = None
         if config.progress and self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=8)

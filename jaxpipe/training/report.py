@@ -1,13 +1,11 @@
 """The numbers of a run as one self-contained HTML file, from its metrics.jsonl."""
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpipe.planning.page import write_page
 from jaxpipe.runtime.storage import AnyPath, open_path
-from jaxpipe.training.status import check_directory
+from jaxpipe.training.status import check_directory, records
 
 _BUCKETS = 2000  # of a series; a screen has about as many columns
 
@@ -51,12 +49,12 @@ def report_data(directory: AnyPath) -> dict[str, Any]:
     A metric that is a list has a series per index. A series of many steps keeps the least and the
     greatest value of every `ceil(steps / 2000)` steps, so a spike stays visible.
     """
-    records = list(_records(directory / "metrics.jsonl"))
+    logged = list(records(directory))
     panels = []
     for panel in _PANELS:
         series = {}
         for metric in panel.metrics:
-            for record in records:
+            for record in logged:
                 value = record.get(metric)
                 several = isinstance(value, list)
                 for index, number in enumerate(value if several else [value]):
@@ -66,20 +64,8 @@ def report_data(directory: AnyPath) -> dict[str, Any]:
         if series:
             shown = [{"label": label, "points": _thin(of)} for label, of in series.items()]
             panels.append({"title": panel.title, "series": shown})
-    last = records[-1]["step"] if records else 0
+    last = logged[-1]["step"] if logged else 0
     return {"steps": last, "panels": panels}
-
-
-def _records(path: AnyPath) -> Iterator[dict[str, Any]]:
-    """The complete lines of a log; the last one may be incomplete while the run goes on."""
-    content = path.read_bytes() if path.exists() else b""
-    for line in content.decode(errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            yield record
 
 
 def _thin(points: list[list[float]]) -> list[list[float]]:

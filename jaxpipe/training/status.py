@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from typing import Any
 
 from jaxpipe.checkpoint.listing import list_steps
 from jaxpipe.config import ConfigError
@@ -53,19 +54,28 @@ def _size(path: AnyPath) -> int:
         return 0
 
 
-def _step(directory: AnyPath) -> Iterator[str]:
-    """The last complete line of metrics.jsonl."""
+def records(directory: AnyPath, newest: int = 0) -> Iterator[dict[str, Any]]:
+    """The complete lines of a run's metrics.jsonl, or of its `newest` lines (0: of all)."""
     path = directory / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    for text in reversed(lines[-2:]):  # a line that is being written is incomplete
+    content = path.read_bytes() if path.exists() else b""
+    for line in content.decode(errors="replace").splitlines()[-newest:]:
         try:
-            values = json.loads(text)
+            record = json.loads(line)
         except ValueError:
             continue
-        seconds = values.get("step_seconds", 0.0)
-        yield f"step {values['step']}: loss {values['loss']:.4f}, {seconds:.3f} s a step"
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            yield record
+
+
+def _step(directory: AnyPath) -> Iterator[str]:
+    """The last step that is logged."""
+    newest = list(records(directory, newest=2))  # a line that is being written is incomplete
+    if not newest:
+        yield "no step is logged"
         return
-    yield "no step is logged"
+    step, loss, seconds = map(newest[-1].get, ("step", "loss", "step_seconds"))
+    words = "not finite" if loss is None else f"{loss:.4f}"
+    yield f"step {step}: loss {words}, {seconds or 0.0:.3f} s a step"
 
 
 def _saved(directory: AnyPath) -> Iterator[str]:

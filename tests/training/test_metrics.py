@@ -221,6 +221,14 @@ def test_the_line_has_a_smoothed_loss_and_not_all_that_is_logged():
     assert not any(name in out.getvalue() for name in logged_only)
 
 
+def test_a_message_is_printed_as_it_is(capsys):
+    """A path may have brackets and colons, which rich reads as markup and emoji."""
+    message = "saved in runs/[bold]a/:x:: bad [/data/a]"
+    with Progress(1, LogConfig()) as progress:
+        progress.say(message)
+    assert capsys.readouterr().out == f"{message}\n"
+
+
 def test_the_smoothed_loss_weighs_a_step_by_its_targets():
     """Losses 2, 5 and 3 a target, with 10, 0 and 30 targets; a step without targets has none."""
     out = io.StringIO()

@@ -68,3 +68,12 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"error: {tmp_path} is no directory of a run")
+
+
+def test_a_run_whose_last_loss_is_not_finite(tmp_path):
+    """JSON has no NaN; the line after it is damaged, or being written."""
+    (tmp_path / "config.toml").touch()
+    for rest in (b"", b"7", b"\xff"):
+        line = b'{"step": 3, "loss": null, "step_seconds": 0.5}\n'
+        (tmp_path / "metrics.jsonl").write_bytes(line + rest)
+    assert status(tmp_path).startswith("step 3: loss not finite, 0.500 s a step")

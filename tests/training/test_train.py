@@ -220,6 +220,14 @@ def test_bad_data_files(tmp_path, capsys, content, sentence):
     assert "tokens.bin" in said
 
 
+def test_data_that_cannot_be_read(tmp_path, capsys):
+    path = tmp_path / "tokens.npy"
+    path.symlink_to(path)
+    said = refused(capsys, tmp_path, "data.source=file", f"data.path={path}")
+    assert "the data cannot be read" in said
+    assert str(path) in said
+
+
 def test_a_run_directory_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "run").touch()
     assert "cannot be written" in refused(capsys, tmp_path)
