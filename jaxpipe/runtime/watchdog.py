@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 _WAKE = 1.0  # seconds between two looks at the main thread
 _PERIOD = 3.0  # most seconds between two reports of a process
-_GRACE = 2.0  # seconds that a report may be late
+_GRACE = 2.0  # seconds that a report or a look may be late
 _PATIENCE = 2.0  # seconds that a call to the service or the file system may take
 _UPLOAD_PATIENCE = 10.0  # seconds that an upload of the stacks may take
 _READ_AT_ONCE = 100  # processes that all read each other every second; more read less often
@@ -67,6 +67,7 @@ class Watchdog:
         self._spool: Spool | None = None
         self._stacks: Any = None  # open file for stacks
         self._over = False
+        self._resumed = -float("inf")  # when the process last went on after it was stopped
         self._beat, self._published, self._answered = 0, -float("inf"), time.monotonic()
         self._heard: dict[int, tuple[int, float, bool]] = {}  # beat, its time, whether it is new
 
@@ -126,7 +127,7 @@ class Watchdog:
     def _run(self) -> None:
         """Publish, and look at the others once this process is late."""
         read = -float("inf")
-        while not self._closed.wait(_WAKE):
+        while not self._is_closed_soon():
             self._arm()
             report, time_now = self._report(), time.monotonic()
             if time_now - self._published >= self._period:
@@ -138,6 +139,14 @@ class Watchdog:
                 if found := self._judge(report):
                     self._write_stacks()
                     processes.leave(HANG, self._sentence(found))
+
+    def _is_closed_soon(self) -> bool:
+        """Wait until the next look; a process that was stopped meanwhile was not stuck."""
+        begin = time.monotonic()
+        closed, end = self._closed.wait(_WAKE), time.monotonic()
+        if end - begin > _WAKE + _GRACE:
+            self._resumed = end
+        return closed
 
     def _report(self) -> Report:
         now, doing = position.now, activity(self._main)
@@ -153,7 +162,7 @@ class Watchdog:
             phase=phase,
             step=now.step,
             number=now.number,
-            age=time.monotonic() - now.since,
+            age=time.monotonic() - max(now.since, self._resumed),
             limit=position.limit(self._timeout, phase),
             finished=position.finished.step,
             waits=doing.waits,

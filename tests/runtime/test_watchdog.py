@@ -4,6 +4,9 @@
 """
 
 import re
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -138,3 +141,26 @@ def test_a_single_process(tmp_path):
     assert "loading a batch (step 5)" in output
     (file,) = (tmp_path / "run").glob("hangs/*/process-0.txt")
     assert "stuck.py" in file.read_text()
+
+
+STOPPED = """
+import time
+from jaxpipe.runtime import position
+from jaxpipe.runtime.watchdog import Watchdog
+
+with Watchdog(4.0):
+    position.enter("data")
+    print("started", flush=True)
+    for _ in range(25):  # 2.5 seconds, and as long as the process is stopped
+        time.sleep(0.1)
+"""
+
+
+def test_a_process_that_was_stopped_and_goes_on_is_not_stuck():
+    process = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(60) == 0
