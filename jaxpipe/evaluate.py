@@ -59,6 +59,7 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     import_optional("lm_eval", "`python -m jaxpipe.evaluate`", "eval")
     start_devices(arguments.overrides)
     # jax must not be imported earlier: it reads the environment set above when it starts.
+    from jaxpipe.inference.harness import harness_model
     from jaxpipe.inference.loaded_model import LoadedModel
     from jaxpipe.inference.saved_model import SavedModel
     from jaxpipe.inference.tasks import LONGEST, Tasks
@@ -71,9 +72,7 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     names = [name for name in arguments.tasks.split(",") if name]
     tasks = Tasks.find(names, str(arguments.include_path or ""), arguments.limit)
     return tasks.evaluate(
-        LoadedModel.load(saved, config),
-        tokenizer,
-        longest,
+        harness_model(LoadedModel.load(saved, config), tokenizer, longest),
         num_fewshot=arguments.num_fewshot,
         apply_chat_template=arguments.apply_chat_template,
     )

@@ -17,14 +17,14 @@ from jaxpipe.training.trainer import Trainer
 Tree = Any
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LoadedModel:
     """A trained model on a mesh.
 
     Attributes:
       saved: the model on disk.
       trainer: its functions, layout and mesh; nothing is trained.
-      params: stage-stacked, in the compute dtype.
+      params: stage-stacked, in the compute dtype; may be replaced by others of the same shapes.
       variables: the model's state that is no parameter; None: it has none.
     """
 

@@ -53,20 +53,16 @@ class Tasks:
             )
         return cls(tuple(names), manager, limit)
 
-    def evaluate(
-        self, loaded: LoadedModel, tokenizer: TextTokenizer, longest: int, **options: Any
-    ) -> dict[str, Any]:
+    def evaluate(self, model: Any, **options: Any) -> dict[str, Any]:
         """Return the harness's results.
 
         Args:
-          loaded: the model on its mesh.
-          tokenizer: its tokenizer.
-          longest: the longest sequence to read [tokens].
+          model: as `harness_model` returns it.
           **options: of `lm_eval.simple_evaluate`.
         """
         harness = import_optional("lm_eval", PURPOSE, "eval")
         return harness.simple_evaluate(
-            model=harness_model(loaded, tokenizer, longest),
+            model=model,
             tasks=list(self.names),
             task_manager=self.manager,
             limit=self.limit,
@@ -125,19 +121,21 @@ class RunTasks:
         if self.trainer.config.train.offload_moments:
             before, _ = moments.fetched(before, state.step)
         params = optimizers.averaged(before, state.params)
-        loaded = LoadedModel(self.saved, self._trainer, params, state.variables)
-        results = self.tasks.evaluate(loaded, self.tokenizer, self._longest, bootstrap_iters=0)
+        model = self._model
+        model.loaded.params, model.loaded.variables = params, state.variables
+        try:
+            results = self.tasks.evaluate(model, bootstrap_iters=0)
+        finally:
+            model.loaded.params = model.loaded.variables = None  # the next step overwrites them
         return numbers_of(results or {"results": {}})
 
-    @property
-    def _longest(self) -> int:
-        return self.saved.longest or LONGEST
-
     @cached_property
-    def _trainer(self) -> Trainer:
-        """The run's trainer for sequences of any length, with the same mesh and layers."""
-        config = _evaluating(self.trainer.config, self._longest)
-        return replace(self.trainer, plan=replace(self.trainer.plan, config=config))
+    def _model(self) -> Any:
+        """The harness's model, with the run's mesh and layers; it keeps its compiled programs."""
+        longest = self.saved.longest or LONGEST
+        plan = replace(self.trainer.plan, config=_evaluating(self.trainer.config, longest))
+        loaded = LoadedModel(self.saved, replace(self.trainer, plan=plan), None, None)
+        return harness_model(loaded, self.tokenizer, longest)
 
 
 def _evaluating(config: Config, longest: int) -> Config:

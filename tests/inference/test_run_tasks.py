@@ -17,6 +17,7 @@ from jaxpipe.inference.settings import inference_config
 from jaxpipe.planning import run_checks
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.train import main
+from jaxpipe.training import scores
 
 # A harness with one task, `counting`, whose number is a sum of log-probabilities.
 HARNESS = {
@@ -73,7 +74,10 @@ def on_four_devices(monkeypatch):
 def test_a_run_logs_the_numbers_of_its_checkpoints(tmp_path, monkeypatch, capsys):
     on_four_devices(monkeypatch)
     words = [str(SMALL), f"run.dir={tmp_path}/run", *RUN, 'train.evaluate_tasks=["counting"]']
+    compiled, build = [], scores.outputs_program
+    monkeypatch.setattr(scores, "outputs_program", lambda *how: compiled.append(how) or build(*how))
     assert main(words) == 0
+    assert len(compiled) == 1  # the second evaluation uses the programs of the first
     assert "tasks/counting/logprob" in capsys.readouterr().out
     logged = metrics(tmp_path / "run")
     assert [step for step, line in logged.items() if "tasks/counting/logprob" in line] == [2, 4]
@@ -82,8 +86,8 @@ def test_a_run_logs_the_numbers_of_its_checkpoints(tmp_path, monkeypatch, capsys
         saved = SavedModel.open(tmp_path / "run" / "checkpoints" / str(step))
         config = inference_config(saved.model, ["parallel.tp=2"], rows=2, longest=64)
         rows = [np.frombuffer(row, np.uint8).astype(np.int32) for row in ROWS]
-        scores = Scorer(LoadedModel.load(saved, config)).score(rows)
-        want = sum(one.logprobs[-count:].sum() for one, count in zip(scores, ASKED, strict=True))
+        scored = Scorer(LoadedModel.load(saved, config)).score(rows)
+        want = sum(one.logprobs[-count:].sum() for one, count in zip(scored, ASKED, strict=True))
         np.testing.assert_allclose(logged[step]["tasks/counting/logprob"], want, rtol=1e-5)
 
 
