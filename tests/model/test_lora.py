@@ -1,10 +1,13 @@
 """Low-rank adapters: on any mesh the gradients of merged weights on one device, and no others."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_same, assert_within, relative
+from draws import draw
 
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.deepseek.config import DeepseekConfig
@@ -54,15 +57,13 @@ def problem(name, adapters):
     config, key = MODELS[name], jax.random.key(0)
     decoder = LoraDecoder(FAMILIES[config.family].build(config), adapters)
 
-    def wide(path, leaf):
-        drawn = 0.1 * jax.random.normal(jax.random.key(len(str(path))), leaf.shape, jnp.float64)
-        return drawn if path[-1].key == "b" else leaf.astype(jnp.float64)
-
-    init = lambda i: decoder.init_layer(key, i, config.layer_kinds[i])  # noqa: E731
-    layers = [jax.tree.map_with_path(wide, init(i)) for i in range(config.n_layers)]
-    shared = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), decoder.init_embed_head(key))
+    layers = [
+        draw(partial(decoder.init_layer, key, i, kind), seed=i)
+        for i, kind in enumerate(config.layer_kinds)
+    ]
+    shared = draw(partial(decoder.init_embed_head, key))
     shape = (MICROBATCHES, EXAMPLES, LENGTH + 1)
-    tokens = jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size)
+    tokens = np.random.default_rng(1).integers(config.vocab_size, size=shape, dtype=np.int32)
     return decoder, shared, layers, {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
 
 

@@ -1,12 +1,13 @@
 """A small decoder on meshes, and the same parameters and batch on one device."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from draws import draw
 
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.ahead import rows_ahead
@@ -111,33 +112,30 @@ MICROBATCHES, EXAMPLES, LENGTH = 8, 4, 8
 ROWS = ((3, 5), (8,), (1, 2, 1, 2), (2, 6), (), (4, 1, 3), (5, 2), (1, 1, 6), (7,))
 
 
+@cache
 def problem(model, dtype, examples=EXAMPLES):
     config, key = MODELS[model], jax.random.key(0)
     decoder = FAMILIES[config.family].build(config, **packing_of(model))
 
-    def uneven(leaf):
-        """Make vectors, also those of experts, neither zeros nor ones."""
-        vector = leaf.ndim == 1 or not leaf.any()
-        off = 0.1 * jnp.sin(jnp.arange(leaf.size)).reshape(leaf.shape) if vector else 0
-        return (leaf + off).astype(dtype)
-
-    shared = jax.tree.map(uneven, decoder.init_embed_head(key))
+    shared = draw(partial(decoder.init_embed_head, key), dtype=dtype)
     layers = [
-        jax.tree.map(uneven, decoder.init_layer(key, i, kind))
+        draw(partial(decoder.init_layer, key, i, kind), seed=i, dtype=dtype)
         for i, kind in enumerate(config.layer_kinds)
     ]
-    tokens = jax.random.randint(
-        jax.random.key(1), (MICROBATCHES, examples, LENGTH + 1), 0, config.vocab_size
-    )
+    rng = np.random.default_rng(1)
+    shape = MICROBATCHES, examples, LENGTH + 1
+    tokens = rng.integers(config.vocab_size, size=shape, dtype=np.int32)
     inputs, targets = tokens[..., :-1], tokens[..., 1:]
-    targets = jnp.where(targets % 7 == 3, IGNORE, targets).at[1].set(IGNORE)
+    targets = np.where(targets % 7 == 3, IGNORE, targets)
+    targets[1] = IGNORE
     batch = {"inputs": inputs, "targets": targets}
     if "samples" in decoder.functions.batch_keys:
-        numbers = 5 + jnp.arange(MICROBATCHES * examples).reshape(MICROBATCHES, examples, 1)
-        batch["samples"] = jnp.broadcast_to(numbers, inputs.shape)
+        numbers = 5 + np.arange(MICROBATCHES * examples, dtype=np.int32)
+        numbers = numbers.reshape(MICROBATCHES, examples, 1)
+        batch["samples"] = np.broadcast_to(numbers, inputs.shape)
     if model.startswith("packed"):
         batch = packed(batch)
-    return decoder, shared, layers, with_rows_ahead(config, batch)
+    return decoder, shared, layers, jax.tree.map(jnp.asarray, with_rows_ahead(config, batch))
 
 
 def with_rows_ahead(config, batch):

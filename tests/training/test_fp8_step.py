@@ -1,6 +1,6 @@
 """A step in 8-bit floats is the same on every mesh; a run can resume with fp8, or without."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from commands import SMALL
 from compare import assert_same
+from draws import draw
 from routed import restored, run
 
 from jaxpipe import config as configs
@@ -72,18 +73,11 @@ def wanted(model, history, microbatches):
     make, config = MODELS[model]
     one, key = make(config, precision=Fp8(history, GroupedFp8())), jax.random.key(0)
 
-    def wide(tree):
-        return jax.tree.map_with_path(wide_leaf, tree)
-
-    def wide_leaf(path, leaf):
-        if path[-1].key == "b":  # of an adapter, which begins as zero
-            leaf = 0.1 * jax.random.normal(jax.random.key(len(str(path))), leaf.shape)
-        return leaf.astype(jnp.float64)
-
-    shared = wide(one.init_embed_head(key))
+    shared = draw(partial(one.init_embed_head, key))
     layers = [
-        wide(one.init_layer(key, i, kind)) for i, kind in enumerate(config.layer_kinds)
-    ]  # fmt: skip
+        draw(partial(one.init_layer, key, i, kind), seed=i)
+        for i, kind in enumerate(config.layer_kinds)
+    ]
     variables = one.functions.variables
     if history:  # scales that differ by layer, product and operand, some of them too small
         drawn = np.random.default_rng(3).integers(-6, 1, variables["fp8_scale"].shape)
