@@ -4,8 +4,8 @@ Stage-stacked params are `{"embed_head": tree, "layers": (run_0, run_1, ...)}`. 
 slot, or several in a row that a loop executes. A layer slot holds one layer of every pipeline rank,
 all of one kind: each leaf has a leading dim of length P that is sharded over pp, with zeros where a
 rank has no layer (the executor skips these). In a run of n > 1 slots a dim of length n follows. The
-slots of a rank's first chunk come first. The slots of a chunk are the shortest sequence of kinds
-that contains the kinds of each of its stages in order; with a single kind there are as many slots
+slots of a rank's first chunk come first. The slots of a chunk are a short sequence of kinds that
+contains the kinds of each of its stages in order; with a single kind there are as many slots
 as its longest stage has layers. The parameters in `embed_head` (embedding, final norm, head) are
 sharded over pp too, so that their optimizer state is stored once.
 """
@@ -73,7 +73,7 @@ class StageLayout:
         chunks: list[list[tuple[str, ...]]] = [[] for _ in range(self._placement.stored_chunks)]
         for stage in range(len(self.layers_per_stage)):
             chunks[self._placement.chunk(stage)].append(self._kinds_of(stage))
-        return tuple(reduce(_common, stages) for stages in chunks)
+        return tuple(map(_slots_of, chunks))
 
     @property
     def slot_kinds(self) -> tuple[str, ...]:
@@ -114,11 +114,10 @@ class StageLayout:
         rows: list[list[int | None]] = [[None] * len(self.slot_kinds) for _ in range(self.pp)]
         for stage in range(len(self.layers_per_stage)):
             row, chunk = rows[self._placement.rank_of[stage]], self._placement.chunk(stage)
-            slot = sum(map(len, self.chunk_kinds[:chunk]))
-            for layer, kind in enumerate(self._kinds_of(stage), self.first_layer(stage)):
-                slot = self.slot_kinds.index(kind, slot)
-                row[slot] = layer
-                slot += 1
+            first = sum(map(len, self.chunk_kinds[:chunk]))
+            slots = _embed(self._kinds_of(stage), self.chunk_kinds[chunk])
+            for layer, slot in enumerate(slots, self.first_layer(stage)):
+                row[first + slot] = layer
         return tuple(map(tuple, rows))
 
     @property
@@ -224,6 +223,27 @@ class StageLayout:
     @property
     def _placement(self) -> Placement:
         return self.placement or Placement.loop(len(self.layers_per_stage))
+
+
+def _slots_of(stages: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """A short sequence of kinds that contains the kinds of every stage in their order.
+
+    Merging two stages at a time may leave a slot that none of them uses; it is dropped.
+
+    >>> _slots_of([("a", "a"), ("b",), ("b", "a", "a")])
+    ('b', 'a', 'a')
+    """
+    slots = reduce(_common, stages)
+    used = {slot for kinds in stages for slot in _embed(kinds, slots)}
+    return tuple(kind for slot, kind in enumerate(slots) if slot in used)
+
+
+def _embed(kinds: Sequence[str], slots: Sequence[str]) -> list[int]:
+    """The slot of each layer of a stage: the first of its kind after the layer before it."""
+    found = [-1]
+    for kind in kinds:
+        found.append(slots.index(kind, found[-1] + 1))
+    return found[1:]
 
 
 def _common(left: Sequence[str], right: Sequence[str]) -> tuple[str, ...]:

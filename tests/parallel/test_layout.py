@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.parallel import StageLayout, make_mesh
 
 
@@ -31,6 +32,20 @@ def test_stack_and_unstack(counts):
     jax.tree.map(np.testing.assert_array_equal, layout.unstack(slots), layers)
     padded = sum(int((slot["w"][rank] == 0).all()) for slot in slots for rank in range(len(counts)))
     assert padded == max(counts) * len(counts) - layout.layers
+
+
+def test_every_layer_slot_holds_a_layer():
+    """Merging the stages' kinds two at a time leaves slots that no stage uses (Gemma 3 4B too)."""
+    layout = StageLayout((2, 1, 3), kinds=tuple("aabbaa"))
+    assert layout.slot_kinds == ("b", "a", "a")
+    layers = [{kind: jnp.full(2, 1 + i)} for i, kind in enumerate(layout.kinds)]
+    jax.tree.map(np.testing.assert_array_equal, layout.unstack(layout.stack(layers)), layers)
+    gemma = LlamaConfig(
+        d_model=8, vocab_size=8, n_heads=1, n_kv_heads=1, d_ff=8, n_layers=34, sliding_window=2,
+        global_every=6,
+    )  # fmt: skip
+    layout = StageLayout((8, 8, 9, 9), kinds=gemma.layer_kinds)
+    assert all(any(layer is not None for layer in slot) for slot in zip(*layout.layer_table))
 
 
 @pytest.mark.parametrize("pipeline_first", [False, True])
