@@ -204,10 +204,10 @@ def _reduction(collective: Callable[..., jax.Array], eqn: JaxprEqn, x: Shard) ->
 
 
 def _slice(eqn: JaxprEqn, x: Shard) -> list[Shard] | None:
-    dim, limits = x.dim, eqn.params["limit_indices"]
-    if (limits[dim] - eqn.params["start_indices"][dim]) != x.full_shape[dim]:
+    if eqn.outvars[0].aval.shape[x.dim] != x.full_shape[x.dim]:
         return None
-    return [Shard(result, dim) for result in _bind(eqn, x.value, limit_indices=_local(limits, dim))]
+    limits = _local(eqn.params["limit_indices"], x.dim)
+    return [Shard(result, x.dim) for result in _bind(eqn, x.value, limit_indices=limits)]
 
 
 def _along_another(name: str, eqn: JaxprEqn, *operands: Shard) -> list[Shard] | None:

@@ -36,7 +36,8 @@ def attention(params, x, data):
 
 def without_rules(params, x, data):
     """Operations along the sharded dim, and a loop, gather what they read."""
-    hidden = jnp.sort(jnp.cumsum(x @ params["up"], axis=-1), axis=-1)[..., ::-1]
+    up = x @ params["up"]
+    hidden = jnp.sort(jnp.cumsum(up, axis=-1), axis=-1)[..., ::-1] + up[..., ::5].mean()
     step = lambda total, row: (total + jnp.sin(row), total)  # noqa: E731
     total, rows = jax.lax.scan(step, jnp.zeros_like(hidden[0]), hidden)
     hidden = hidden / (1 + hidden.max(-1, keepdims=True) ** 2) + total[None] - hidden.min()
