@@ -139,7 +139,7 @@ def _check_batch(config: Config) -> None:
             f"train.seq_len={train.seq_len} on {parallel.dp // parallel.cp} replicas) exceeds "
             f"2^31 - 1, as far as its targets are counted: make one of them smaller."
         )
-    stages = parallel.pp * max(parallel.virtual_stages, 1)
+    stages = parallel.pp * (parallel.virtual_stages or find_family(parallel.schedule).stages)
     forwards = config.scheduled_microbatches * stages * train.fused_steps
     if forwards > _MOST_FORWARDS:
         raise ConfigError(

@@ -143,6 +143,7 @@ def test_a_step_has_a_number_of_tokens_and_forwards_that_can_be_counted():
     for more, sentence in (
         (["train.seq_len=100000", "train.microbatch_size=10000"], "as far as its targets"),
         (["train.grad_accum_steps=20000"], "80000 forwards, but a schedule has at most 65536"),
+        (["parallel.schedule=zbv", "train.grad_accum_steps=10000"], "on 8 stages .* 80000"),
         (["train.batch_tokens=2560000", "train.grad_accum_steps=0"], "160000 forwards"),
         (
             ["train.fused_steps=10000", "train.eval_every=0", "checkpoint.every=0"],
