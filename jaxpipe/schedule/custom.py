@@ -123,9 +123,13 @@ def _infer_placement(name: str, orders: list[list[Cell]], where: str) -> Schedul
         raise ScheduleError(f"{where}: holds no forward action.")
     stages = 1 + max(action.stage for _, action in actions)
     microbatches = 1 + max(action.microbatch for _, action in actions)
-    missing = [s for s in range(stages) if (s, 0) not in forwards]
-    if missing:
-        raise ScheduleError(f"{where}: {missing[0]}F0 is missing: every stage needs its forwards.")
+    # Looked for one by one: in a file with a wrong number it is found long before the last one.
+    every = ((s, m) for s in range(stages) for m in range(microbatches))
+    if missing := next((pair for pair in every if pair not in forwards), None):
+        raise ScheduleError(
+            f"{where}: {missing[0]}F{missing[1]} is missing: each of the stages up to {stages - 1} "
+            f"needs its forwards of the microbatches up to {microbatches - 1}."
+        )
     down = tuple(forwards[s, 0] for s in range(stages))
     turned = [m for m in range(microbatches) if forwards.get((0, m), down[0]) != down[0]]
     placement = Placement(down, mirrored_from=min(turned) if turned else None)
