@@ -232,6 +232,11 @@ class Pipeline:
                 f"whole ends, layers and sequences, but vocab_parallel={lockstep.vocab_parallel}, "
                 f"reshard_after_forward={how.reshard_after_forward}, slices={schedule.slices}."
             )
+        if how.divides_at_end:
+            raise ValueError(
+                f"{schedule.name} with updates={schedule.updates}: steps that overlap have no loss "
+                f"scale, which compute_dtype=float16 needs: use bfloat16, or run steps in turn."
+            )
 
     def _check_fit(self, params: Tree, batch: Tree) -> None:
         schedule, functions = self.schedule, self.functions

@@ -213,6 +213,7 @@ def test_steps_that_are_clipped_or_not_finite(ended, schedule):
     [
         (TOY, Execution(Lockstep(vocab_parallel=True)), "but vocab_parallel=True"),
         (TOY, Execution(zero_stage=3, reshard_after_forward=True), "reshard_after_forward=True"),
+        (TOY, Execution(compute_dtype=jnp.float16), "which compute_dtype=float16 needs"),
         (replace(TOY, outputs=lambda shared, x, rows: x), Execution(), "functions without outputs"),
         (
             replace(TOY, head=lambda shared, x, rows: (x @ shared["embed"].T).sum()),
