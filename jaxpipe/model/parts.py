@@ -44,6 +44,14 @@ def broadcast_last(vector_K: jax.Array, x: jax.Array) -> jax.Array:
     return vector_K.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
+def scale(x: jax.Array, factor: float) -> jax.Array:
+    """x times a factor, in x's dtype; the product is wider, as 16 bits would round the factor."""
+    if factor == 1:
+        return x
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (wide * factor).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """x / rms(x) * (offset + scale) over the last dim (Zhang and Sennrich 2019).
 

@@ -1,6 +1,7 @@
 """The decoder's maths: causality, rotary positions, grouped queries, norms, losses, sizes."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ from msgspec.structs import replace
 
 from jaxpipe.contract import Context
 from jaxpipe.model import FAMILIES, PRESETS
+from jaxpipe.model.gemma3.config import Gemma3Config
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import LlamaDecoder
+from jaxpipe.model.llama.layers import LlamaAttention
 from jaxpipe.model.loss import IGNORE, chunked_cross_entropy_sum, count_valid, cross_entropy_sum
 from jaxpipe.model.rope.rotate import rotary
 from jaxpipe.partition.devices import ONE_DEVICE
@@ -190,6 +193,20 @@ def test_cross_entropy_equals_the_sum_over_valid_tokens():
     gradient = jax.grad(cross_entropy_sum)(logits, targets)
     assert not gradient[1].any()
     assert not gradient[0, 1].any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize(("query_width", "factor"), [(21, (16 / 21) ** 0.5), (64, 0.5)])
+def test_the_factor_on_queries_is_not_rounded(query_width, factor, dtype):
+    """That of Gemma 3 27B is 0.87287, and 0.87109 in bfloat16."""
+    sizes = {"n_layers": 1, "d_model": 32, "n_heads": 4, "n_kv_heads": 4, "d_ff": 48}
+    config = Gemma3Config(**sizes, vocab_size=50, head_dim=16, query_width=query_width)
+    with jax.enable_x64(True):
+        q_BLHK = jax.random.normal(jax.random.key(0), (1, 9, 4, 16)).astype(dtype)
+        first = jnp.zeros((1, 9), int)  # where nothing rotates
+        placed, _ = LlamaAttention.place(SimpleNamespace(config=config), q_BLHK, q_BLHK, first)
+        wide = factor * q_BLHK.astype(jnp.promote_types(dtype, jnp.float32))
+        np.testing.assert_array_equal(placed, wide.astype(dtype), strict=True)
 
 
 def test_half_precision_keeps_norms_and_loss_wide():

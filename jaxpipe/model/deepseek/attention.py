@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxpipe.model.attention import CachedKeys
 from jaxpipe.model.deepseek.config import DeepseekConfig
-from jaxpipe.model.parts import PLAIN_DOT, Dot, Init, LayerInputs, LayerParts, RMSNorm
+from jaxpipe.model.parts import PLAIN_DOT, Dot, Init, LayerInputs, LayerParts, RMSNorm, scale
 from jaxpipe.model.rope.rotate import rotary
 
 # In DeepSeek's code and in transformers the norms of the latents have this epsilon, whatever
@@ -111,7 +111,7 @@ class LatentAttention(nnx.Module):
         query_BLHN, query_BLHP = jnp.split(q_BLHK, [self.config.qk_nope_head_dim], axis=-1)
         to_keys_RHN, _ = self._expansions(q_BLHK)
         query_BLHX = _joined(jnp.einsum("blhn,rhn->blhr", query_BLHN, to_keys_RHN), query_BLHP)
-        return query_BLHX * (query_BLHX.shape[-1] / q_BLHK.shape[-1]) ** 0.5
+        return scale(query_BLHX, (query_BLHX.shape[-1] / q_BLHK.shape[-1]) ** 0.5)
 
     def _expansions(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The weights that make keys and values of latents, `[R, H, N]`, `[R, H, V]`, as x is."""
@@ -121,18 +121,11 @@ class LatentAttention(nnx.Module):
         return tuple(jnp.split(wkv_b_RHX, [nope], axis=-1))
 
     def _rotated_queries(self, q_BLHK: jax.Array, positions_BL: jax.Array) -> jax.Array:
-        """Queries with rotated part, times `score_scale`, which attention's kernels do not have.
-
-        The product is in float32, because 16 bits do not represent the factor well.
-        """
+        """Queries with rotated part, times `score_scale`, which attention's kernels do not have."""
         config = self.config
         query_BLHN, query_BLHP = jnp.split(q_BLHK, [config.qk_nope_head_dim], axis=-1)
         query_BLHP = rotary(query_BLHP, positions_BL, config, interleaved=True)
-        turned = jnp.concatenate([query_BLHN, query_BLHP], axis=-1)
-        if config.score_scale == 1:
-            return turned
-        wide = jnp.promote_types(turned.dtype, jnp.float32)
-        return (turned.astype(wide) * config.score_scale).astype(turned.dtype)
+        return scale(_joined(query_BLHN, query_BLHP), config.score_scale)
 
     def _heads(self, x_BLX: jax.Array, width: int) -> jax.Array:
         return x_BLX.reshape(*x_BLX.shape[:2], -1, width)

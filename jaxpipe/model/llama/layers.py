@@ -30,6 +30,7 @@ from jaxpipe.model.parts import (
     LayerParts,
     RMSNorm,
     broadcast_last,
+    scale,
 )
 from jaxpipe.model.rope.config import RotaryConfig
 from jaxpipe.model.rope.rotate import rotary
@@ -103,8 +104,7 @@ class LlamaAttention(nnx.Module):
         """Return queries and keys at their positions, as scores are computed of them."""
         q_BLHK = rotary(q_BLHK, positions_BL, self.config)
         k_BLGK = rotary(k_BLGK, positions_BL, self.config)
-        factor = self.config.query_factor
-        return q_BLHK if factor == 1 else q_BLHK * factor, k_BLGK
+        return scale(q_BLHK, self.config.query_factor), k_BLGK
 
     def limit(self, documents: RowDocuments | None, positions_BL: jax.Array) -> RowDocuments | None:
         """Return the documents within which the tokens attend."""
