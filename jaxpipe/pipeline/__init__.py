@@ -8,6 +8,7 @@ from jaxpipe.pipeline.flax_pipeline import FlaxPipeline, build_pipeline_schedule
 from jaxpipe.pipeline.flax_stage import PipelineStage, Stage, build_pipeline_stage
 from jaxpipe.pipeline.reference import (
     StepOutput,
+    divisor,
     losses_and_gradients_ref,
     step_ref,
     total_count,
@@ -32,6 +33,7 @@ __all__ = [
     "build_pipeline_schedule",
     "build_pipeline_stage",
     "compute_layer_assignment",
+    "divisor",
     "from_flax",
     "loss_and_gradients",
     "losses_and_gradients_ref",

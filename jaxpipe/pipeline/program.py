@@ -24,7 +24,7 @@ from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.fingerprint import fingerprint
 from jaxpipe.pipeline.layer_runs import LayerRuns
 from jaxpipe.pipeline.parameters import DeviceParameters
-from jaxpipe.pipeline.reference import StepOutput, total_count
+from jaxpipe.pipeline.reference import StepOutput, divisor, total_count
 from jaxpipe.pipeline.stage import EmbedHeadFunction
 from jaxpipe.pipeline.tick import DeviceWork
 from jaxpipe.pipeline.ticks import closing_tick, run_ticks
@@ -147,7 +147,7 @@ class DeviceProgram:
         elif self.execution.divides_at_end:
             # Gradients of the unnormalised loss stay in float16's range; `unscale` divides them
             # by the number of the head's terms at the end of the step.
-            terms = jnp.maximum(self._total(counts, loss.dtype), 1)
+            terms = divisor(self._total(counts, loss.dtype))
             seeds, unscale = (jnp.ones_like(terms), terms * shares[1]), 1 / terms
         return StepData(
             tables=self.tables,
@@ -173,7 +173,7 @@ class DeviceProgram:
     def _share(self, counts: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Return one over the total of counts; 0 where the total is 0."""
         total = self._total(counts, dtype)
-        return jnp.where(total > 0, 1 / jnp.maximum(total, 1), 0)
+        return jnp.where(total > 0, 1 / divisor(total), 0)
 
     def _embed_head(self, step: StepData, x: Any, rows: Tree) -> EmbedHead:
         """Trace embedding and head at the shapes of `x` and `rows`."""

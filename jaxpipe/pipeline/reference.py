@@ -52,6 +52,11 @@ def total_count(counts: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return high * 2**16 + low
 
 
+def divisor(total: jax.Array) -> jax.Array:
+    """Return a total of counts or weights, which may be below 1, and 1 where it is 0."""
+    return jnp.where(total > 0, total, 1)
+
+
 def step_ref(
     functions: StageFunctions,
     shared: Tree,
@@ -120,9 +125,9 @@ def step_ref(
             if functions.outputs is not None:
                 outputs.append(functions.outputs(params["embed_head"], x, rows))
             loss = functions.head(params["embed_head"], x, rows)
-            losses.append(jnp.where(terms > 0, loss / jnp.maximum(terms, 1), 0))
+            losses.append(jnp.where(terms > 0, loss / divisor(terms), 0))
             if more is not None:
-                aux.append(jnp.where(tokens > 0, more / jnp.maximum(tokens, 1), 0))
+                aux.append(jnp.where(tokens > 0, more / divisor(tokens), 0))
         return sum(losses).sum() + sum(aux), (losses, aux, outputs, sides)
 
     # Every layer and slice gets its own copy of the statistics variables: gradients at one shared

@@ -24,6 +24,7 @@ from jaxpipe.training.exports import Exports
 from jaxpipe.training.fused import programs
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
+from jaxpipe.training.rates import host_total
 from jaxpipe.training.recording import Window
 from jaxpipe.training.rollback import Failure, can_roll_back, describe_loss, roll_back
 from jaxpipe.training.signals import stop_signals
@@ -273,7 +274,7 @@ class TrainLoop:
             for batch in itertools.islice(batches, trainer.config.train.eval_steps):
                 position.enter("evaluate")
                 loss, counts = self.steps.eval_step(state, trainer.put(batch))
-                count = int(np.asarray(counts).sum(dtype=np.int64))
+                count = host_total(counts)
                 total, targets = total + float(loss) * count, targets + count
         if not targets:
             self.progress.say("no held-out row has a target: there is no held-out loss")

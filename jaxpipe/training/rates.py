@@ -7,13 +7,14 @@ from functools import cached_property
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from jaxpipe import optimizer as optimizers
 from jaxpipe.config import Config
 from jaxpipe.data.batches import DocumentLengths
-from jaxpipe.pipeline import Aux, total_count
+from jaxpipe.pipeline import Aux, divisor, total_count
 from jaxpipe.runtime.devices import memory_peak, peak_flops
 
 Report = Callable[[Aux], Mapping[str, jax.Array]]
@@ -135,15 +136,25 @@ def losses_of(
     Returns:
       The head's losses, means over the step's targets, NaN if there are none; `loss_max`, the
       largest microbatch mean of the first loss; `aux_loss`, the sum of layers' losses; and
-      `target_tokens`, the targets of each microbatch, `[M]`, which the host sums exactly.
+      `target_tokens`, the targets of each microbatch, `[M]`, which the host sums (`host_total`).
     """
     by_name = dict(zip(names, losses.T if losses.ndim > 1 else losses[None]))
     total = total_count(counts, losses.dtype)
     logged = {name: jnp.where(total > 0, shares.sum(), jnp.nan) for name, shares in by_name.items()}
     counts = counts.reshape(-1, slices).sum(1)
     sums = by_name[names[0]].reshape(-1, slices).sum(1) * total
-    most = jnp.max(sums / jnp.maximum(counts, 1), where=counts > 0, initial=-jnp.inf)
+    most = jnp.max(sums / divisor(counts), where=counts > 0, initial=-jnp.inf)
     logged["loss_max"] = jnp.where(total > 0, most, jnp.nan)
     if aux_losses is not None:
         logged["aux_loss"] = aux_losses.sum()
     return logged | {"target_tokens": counts}
+
+
+def host_total(counts: jax.Array | np.ndarray) -> int | float:
+    """The sum of counts, exact, or of a loss's weights, in float64.
+
+    >>> host_total(jnp.full(4, 2**30)), host_total(jnp.array([0.25, 0.5]))
+    (4294967296, 0.75)
+    """
+    counts = np.asarray(counts)
+    return counts.sum(dtype=np.result_type(counts, np.int64)).item()

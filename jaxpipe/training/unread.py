@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxpipe.data.batches import DocumentLengths
+from jaxpipe.training.rates import host_total
 from jaxpipe.training.start import DataPosition
 
 
@@ -31,8 +32,8 @@ class Dispatched:
         values = {name: np.asarray(value) for name, value in self.metrics.items()}
         if len(self.program) > 1:
             values = {name: value[self.program.index(self.step)] for name, value in values.items()}
-        values["target_tokens"] = values["target_tokens"].sum(dtype=np.int64)
-        return {name: value.tolist() for name, value in values.items()}
+        targets = host_total(values["target_tokens"])
+        return {name: value.tolist() for name, value in values.items()} | {"target_tokens": targets}
 
 
 class UnreadSteps:
