@@ -11,6 +11,7 @@ from jaxpipe.checkpoint.placing import place_parameters
 from jaxpipe.config import Config
 from jaxpipe.inference.saved_model import SavedModel
 from jaxpipe.pipeline import Pipeline
+from jaxpipe.planning import Devices, resolve
 from jaxpipe.runtime import processes
 from jaxpipe.training.trainer import Trainer
 
@@ -45,7 +46,7 @@ class LoadedModel:
         devices = jax.devices()
         if not processes.several() and 0 < config.parallel.devices <= len(devices):
             devices = devices[: config.parallel.devices]
-        trainer = Trainer.resolve(config, devices)
+        trainer = Trainer(resolve(config, Devices.present(devices), trains=False), devices)
         return cls(saved, trainer, _place(saved, trainer), _variables(saved, trainer))
 
     def pipeline(self, outputs: Callable[..., Tree]) -> Pipeline:

@@ -2,6 +2,7 @@
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.units import readable_bytes
+from jaxpipe.planning.costs import ITEMSIZE
 from jaxpipe.planning.devices import Devices
 from jaxpipe.runtime.devices import host_memory
 from jaxpipe.runtime.processes import started
@@ -9,7 +10,7 @@ from jaxpipe.runtime.processes import started
 _FP8_CAPABILITY = 8.9  # Ada, then Hopper: the first GPUs with products of 8-bit floats
 
 
-def check_devices(config: Config, devices: Devices) -> None:
+def check_devices(config: Config, devices: Devices, *, trains: bool = True) -> None:
     """Raise `ConfigError` at the first rule of a configuration that the devices break."""
     _check_platform(config, devices)
     if devices.capability is not None:
@@ -17,7 +18,7 @@ def check_devices(config: Config, devices: Devices) -> None:
         _check_fp8(config, devices.capability)
     if devices.per_host is not None:
         _check_host(config, devices.per_host)
-    _check_memory(config, devices)
+    _check_memory(config, devices, trains=trains)
 
 
 def _check_platform(config: Config, devices: Devices) -> None:
@@ -74,20 +75,25 @@ def _check_host(config: Config, per_host: int) -> None:
         )
 
 
-def _check_memory(config: Config, devices: Devices) -> None:
+def _check_memory(config: Config, devices: Devices, *, trains: bool) -> None:
     """Raise `ConfigError` if all devices together cannot hold one copy of the model.
 
     `model.n_layers`, `model.d_model` and the other sizes may make at most as many parameters as all
-    devices together can hold with their gradients, 8 bytes each.
+    devices together can hold with their gradients, 8 bytes each; without gradients, as beside
+    adapters and in inference, in `train.compute_dtype`.
     """
+    dtype = config.train.compute_dtype
+    size, what = ITEMSIZE[dtype], f"{dtype} values"
+    if trains and not config.lora.rank:
+        size, what = 8, "float32 values and gradients"
     of_all = (devices.count or 0) * (devices.memory or 0)
     available = host_memory() * started() if devices.on_cpu else of_all
-    needed = 8 * config.model.parameter_count()
+    needed = size * config.model.parameter_count()
     if available and needed > available:
         raise ConfigError(
-            f"model of {config.model.parameter_count():,} parameters: their float32 values and "
-            f"gradients alone take {readable_bytes(needed)}, but the devices have "
-            f"{readable_bytes(available)} together; make [model] smaller, or use more devices."
+            f"model of {config.model.parameter_count():,} parameters: their {what} alone take "
+            f"{readable_bytes(needed)}, but the devices have {readable_bytes(available)} together; "
+            f"make [model] smaller, or use more devices."
         )
 
 

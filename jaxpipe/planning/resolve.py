@@ -94,12 +94,13 @@ class RunPlan:
         return rank_bytes(self.config, self.layout, self.tables)
 
 
-def resolve(config: Config, devices: Devices | None = None) -> RunPlan:
+def resolve(config: Config, devices: Devices | None = None, *, trains: bool = True) -> RunPlan:
     """Return what a run of a configuration executes on these devices.
 
     Args:
       config: of the run, with its static rules checked (`checks.check_settings`).
       devices: of the run; None: none is present (`Devices.planned`).
+      trains: whether parameters have gradients; False: for inference.
 
     Raises `ConfigError` if the configuration breaks a rule of sizes, devices or schedules.
 
@@ -109,7 +110,7 @@ def resolve(config: Config, devices: Devices | None = None) -> RunPlan:
     """
     devices = devices or Devices.planned(config)
     config = resolve_sizes(config, devices.count)
-    check_devices(config, devices)
+    check_devices(config, devices, trains=trains)
     try:
         plan = arrange(config, devices)
         _ = plan.tables

@@ -160,8 +160,13 @@ def test_a_model_that_no_memory_holds(capsys):
     assert "their float32 values and gradients alone take" in said
     config = load(CONFIG, ["model.d_ff=10000000"])
     assert config.model.parameter_count() * 8 > 28.6 * 2**30  # four layers of 3 x 32 x d_ff
+    devices = {"count": 8, "platform": "cuda", "memory": 28.6 * 2**27}
     with pytest.raises(ConfigError, match="have 28.6 GiB together"):
-        resolved(config, count=8, platform="cuda", memory=28.6 * 2**27)
+        resolved(config, **devices)
+    adapters = ["lora.rank=1", "train.compute_dtype=bfloat16"]  # frozen weights in bfloat16
+    resolved(load(CONFIG, ["model.d_ff=10000000", *adapters]), **devices)
+    with pytest.raises(ConfigError, match="their bfloat16 values alone take 71.5 GiB"):
+        resolved(load(CONFIG, ["model.d_ff=100000000", *adapters]), **devices)
 
 
 def test_too_little_memory_is_a_sentence(monkeypatch, capsys):
