@@ -26,7 +26,6 @@ _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collectiv
 _WRAPS = ("fusion", "fusion-start", "async-start")  # opcodes that may wrap a collective
 _PRODUCT = re.compile(r'custom_call_target="(?:__cublas|__cudnn|__triton|mosaic_gpu)')
 _ACTION = re.compile(r'op_name="[^"]*/([FBW]+)_chunk\d+(\+[BW]+)?')
-_NAME = re.compile(r"%([\w.\-]+)")
 _GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(.*)")
 _OF_MESH = re.compile(r"mesh\[.*?\] \{([^}]*)\}")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -112,7 +111,7 @@ class Collectives:
                 end = rest[len(between)]
                 synchronous = '"is_sync":true' in start.rest
                 hidden = not synchronous and any(map(self._computes, between))
-            operand_bytes = sum(sizes.get(name, 0) for name in _split_operands(start))
+            operand_bytes = sum(sizes.get(name, 0) for name in start.operands)
             yield Collective(
                 collective.opcode.removesuffix("-start"),
                 mesh_axes(collective.rest, self.mesh),
@@ -146,7 +145,7 @@ class Collectives:
 
     def _called(self, one: Instruction) -> list[str]:
         """Return the computations that an instruction calls."""
-        return [name for name in _NAME.findall(one.rest) if name in self.program.computations]
+        return [name for name in one.names if name in self.program.computations]
 
 
 def _sum_bytes(of: Sequence[Collective]) -> tuple[int, int]:
@@ -166,12 +165,8 @@ def traced_action(one: Instruction) -> str:
     return action[1] + (action[2] or "") if action else ""
 
 
-def _split_operands(one: Instruction) -> list[str]:
-    return _NAME.findall(one.rest.split(")")[0])
-
-
 def _is_end_of(one: Instruction, start: Instruction) -> bool:
-    return one.opcode.endswith("-done") and start.name in _split_operands(one)
+    return one.opcode.endswith("-done") and start.name in one.operands
 
 
 def _is_product(one: Instruction) -> bool:

@@ -8,7 +8,6 @@ from jaxpipe.gpu.program import Program
 from jaxpipe.runtime.hlo import Instruction
 
 _TARGET = re.compile(r'custom_call_target="(__cublas[^"]*|mosaic_gpu[^"]*)"')
-_NAME = re.compile(r"%([\w.\-]+)")
 _DTYPE = re.compile(r"\(?([a-z]+\d+\w*)\[")
 _OP = re.compile(r"/([A-Z]+)_chunk\d+(?:\+([A-Z]+)_chunk)?")
 _OPCODES = ("dot", "ragged-dot", "dot-general")
@@ -38,7 +37,7 @@ def count_products(text: Program) -> tuple[ProductCount, ...]:
         shapes = {one.name: one.shape for one in body}
         for one in body:
             if library := _library(one):
-                named = _NAME.findall(one.rest)[:2]
+                named = one.names[:2]
                 dtypes = [_DTYPE.match(shapes.get(name, "")) for name in named]
                 operands = " x ".join(match[1] if match else "?" for match in dtypes)
                 op = _OP.search(one.rest)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from jaxpipe.runtime.hlo import Instruction, parse_computations
 
-_NAME = re.compile(r"%([\w.\-]+)")
 _SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
 _THUNK = re.compile(r"^( *)\d+: (k\w+)")
@@ -233,13 +232,13 @@ class Program:
         roots = [one for one in body.values() if one.root and one.opcode == "tuple"]
         shapes = set()
         for root in roots:
-            for index, name in enumerate(_NAME.findall(root.rest.split(")")[0])):
+            for index, name in enumerate(root.operands):
                 producer = body[name]
                 same = (
                     producer.opcode == "get-tuple-element"
                     and f"index={index}," in producer.rest + ","
                 )
-                if not same or body[_NAME.search(producer.rest)[1]].opcode != "parameter":
+                if not same or body[producer.names[0]].opcode != "parameter":
                     shapes.update(shape_elements(producer.shape))
         return {shape for shape in shapes if not shape.endswith("[]")}
 

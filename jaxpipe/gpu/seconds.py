@@ -22,7 +22,6 @@ from jaxpipe.planning import LayerSeconds, OpSeconds, RunPlan, estimate
 from jaxpipe.runtime.devices import Device
 from jaxpipe.runtime.hlo import Instruction
 
-_NAME = re.compile(r"%([\w.\-]+)")
 _OPERAND = re.compile(r"%([\w.\-]+)(?:#(\d+))?")  # "%args#3" is an element of a tuple
 _COST = re.compile(r'"exec_time_us":([\d.e+\-]+),[^{}]*"name":""')
 _TARGET = re.compile(r'custom_call_target="__(cublas|cudnn\$fmha)[^"]*"')
@@ -136,7 +135,7 @@ def _launched_instructions(program: Program) -> Iterator[tuple[str, Instruction,
         for body in program.computations.values()
         for one in body
         if one.opcode not in _RUNS
-        for name in _NAME.findall(one.rest)
+        for name in one.names
         if name in program.computations
     }
     for name, body in program.computations.items():

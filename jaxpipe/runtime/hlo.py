@@ -22,6 +22,11 @@ class Instruction(NamedTuple):
         """Names of instructions and computations in `rest`."""
         return _NAME.findall(self.rest)
 
+    @property
+    def operands(self) -> list[str]:
+        """Names of the instructions whose results it reads."""
+        return _NAME.findall(self.rest.split(")")[0])
+
 
 def parse_instruction(line: str) -> Instruction | None:
     """Parse a line of a computation; None if it is no instruction."""
