@@ -115,8 +115,6 @@ class ScheduleFamily:
       summary: one line that helps to choose a family.
       placement: "loop": stage s on rank s mod pp. "v": down the ranks and up again. "both ways":
         microbatches enter at the first and at the last rank. "file": read from a file.
-      min_rounds: lower bound on microbatches per rank; 0: one microbatch is enough.
-      needs_even: whether pp and the number of microbatches must be even.
       needs_equal_rounds: whether microbatches are divided into rounds of equal length, at least pp
         where there are that many microbatches.
       may_underfill: whether fewer microbatches than ranks are acceptable.
@@ -127,8 +125,6 @@ class ScheduleFamily:
     builder: Callable[..., Schedule]
     summary: str
     placement: str = "loop"
-    min_rounds: int = 0
-    needs_even: bool = False
     needs_equal_rounds: bool = False
     may_underfill: bool = False
     variants: Callable[[str, VariantSizes], Iterable[ScheduleVariant]] = _default_only
@@ -156,26 +152,6 @@ class ScheduleFamily:
     def stages(self) -> int:
         """Default number of stages per rank."""
         return self.default("virtual_stages") or (2 if self.placement == "v" else 1)
-
-    def nearest_sizes(self, pp: int, microbatches: int) -> tuple[int, int]:
-        """Return the nearest valid `(pp, microbatches)`.
-
-        >>> FAMILIES["dualpipe"].nearest_sizes(3, 5)
-        (4, 8)
-        >>> FAMILIES["interleaved_1f1b"].nearest_sizes(2, 5)
-        (2, 4)
-        """
-        if self.needs_even:
-            pp, microbatches = pp + pp % 2, microbatches + microbatches % 2
-        microbatches = max(microbatches, self.min_rounds * pp)
-        if self.needs_equal_rounds:
-            rounds = max(1, microbatches // pp)
-            microbatches = microbatches // rounds * rounds
-        return pp, microbatches
-
-    def min_microbatches(self, pp: int) -> int:
-        """Return the fewest microbatches that the family allows on `pp` ranks."""
-        return self.nearest_sizes(pp, 1)[1]
 
 
 FAMILIES = {
@@ -210,9 +186,9 @@ FAMILIES = {
             "1F1B on the V: two thirds of its memory, nothing split", "v"),
         ScheduleFamily("dualpipe", dualpipe,
             "microbatches from both ends, F beside BW: two copies of the parameters", "both ways",
-            min_rounds=2, needs_even=True, variants=_with_limit_of_same_memory),
+            variants=_with_limit_of_same_memory),
         ScheduleFamily("dualpipev", dualpipev,
-            "DualPipe folded into a V: one copy of the parameters", "v", min_rounds=2,
+            "DualPipe folded into a V: one copy of the parameters", "v",
             variants=_with_limit_of_same_memory),
         ScheduleFamily("custom", build_custom, "the orders in a file", "file", may_underfill=True,
             variants=_no_variants),

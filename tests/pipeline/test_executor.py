@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_same
-from legal import near
+from legal import min_microbatches, near
 from signature import signature
 from toy import TOY, toy_batch, toy_params
 
@@ -48,8 +48,8 @@ def check(schedule, counts, dp=1, **how):
 def schedule_of(name, pp, more=True):
     """Return a schedule with its fewest microbatches, or with the next number above pp."""
     family = FAMILIES[name]
-    above = 2 * pp if family.needs_equal_rounds else max(pp + 3, family.min_microbatches(pp) + 2)
-    return near(name, pp, above if more else family.min_microbatches(pp), virtual_stages=2)
+    above = 2 * pp if family.needs_equal_rounds else max(pp + 3, min_microbatches(name, pp) + 2)
+    return near(name, pp, above if more else min_microbatches(name, pp), virtual_stages=2)
 
 
 def uneven(stages):

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legal import QUICK, near
+from legal import QUICK, near, nearest_sizes
 from oracles.peaks import peak_held
 
 from jaxpipe.schedule import (
@@ -279,7 +279,7 @@ def test_what_a_family_says_is_what_its_builder_does(name, tmp_path):
         options = {"path": tmp_path / "order.csv"}
     if family.is_searched:
         options = {"effort": QUICK}
-    pp, microbatches = family.nearest_sizes(4, 8)
+    pp, microbatches = nearest_sizes(name, 4, 8)
     schedule = build(name, pp=pp, microbatches=microbatches, **options)
     assert schedule.stages == pp * family.stages
     rank_of = schedule.placement.rank_of
@@ -301,7 +301,7 @@ def test_what_a_family_says_is_what_its_builder_does(name, tmp_path):
 @given(pp=st.integers(1, 9), microbatches=st.integers(1, 40))
 @settings(max_examples=60, deadline=None)
 def test_nearest_sizes_are_those_that_a_builder_takes(name, pp, microbatches):
-    near_by = FAMILIES[name].nearest_sizes(pp, microbatches)
+    near_by = nearest_sizes(name, pp, microbatches)
     build(name, pp=near_by[0], microbatches=near_by[1])
     if (pp, microbatches) != near_by:
         with pytest.raises(ScheduleError):
