@@ -116,8 +116,8 @@ class StateKeying:
             run, index = self.layout.place_of(number)
 
             def keyed(leaf: Any, how: ParamSharding) -> Any:
-                how = how.without_stage_axis
-                return part(leaf, how.without_layer_axis if index[1:] else how, index)
+                how = how.without_leading_axis
+                return part(leaf, how.without_leading_axis if index[1:] else how, index)
 
             return jax.tree.map(keyed, tree["layers"][run], stored["layers"][run])
 

@@ -5,7 +5,7 @@ from jaxpipe.optimizer.custom import load_custom
 from jaxpipe.optimizer.groups import groups
 from jaxpipe.optimizer.layerwise import check_independent, layerwise
 from jaxpipe.optimizer.rate import learning_rate
-from jaxpipe.optimizer.update import apply, chosen, clip_by_global_norm, global_norm
+from jaxpipe.optimizer.update import apply, clip_by_global_norm, global_norm
 
 __all__ = [
     "KINDS",

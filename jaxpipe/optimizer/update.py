@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxpipe.parallel.flags import choose
+
 Tree = Any
 
 
@@ -27,15 +29,10 @@ def apply(
     finite = lax.optimization_barrier(finite)
     updates, _ = optimizer.update(gradients, moments, params)
     moved = lambda leaf, by: leaf if by is None else optax.apply_updates(leaf, by)  # noqa: E731
-    updated = chosen(finite, jax.tree.map(moved, params, updates), params)
+    updated = choose(finite, jax.tree.map(moved, params, updates), params)
     gradients, updated = lax.optimization_barrier((gradients, updated))
     _, after = optimizer.update(gradients, moments, params)
-    return updated, chosen(finite, after, moments)
-
-
-def chosen(finite: jax.Array, new: Tree, old: Tree) -> Tree:
-    """The tree `new` if the scalar `finite` is True, otherwise `old`."""
-    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+    return updated, choose(finite, after, moments)
 
 
 def global_norm(gradients: Tree) -> jax.Array:

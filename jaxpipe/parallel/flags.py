@@ -7,6 +7,7 @@ state and checkpoints of a selected tree have no arrays there.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 Tree = Any
 
@@ -23,6 +24,11 @@ def select(flags: Tree, tree: Tree) -> Tree:
     {'a': 1, 'b': None}
     """
     return jax.tree.map(lambda flag, leaf: leaf if flag else None, flags, tree)
+
+
+def choose(flag: jax.Array, new: Tree, old: Tree) -> Tree:
+    """The tree `new` if the scalar `flag` is true on the device, otherwise `old`."""
+    return jax.tree.map(lambda new, old: jnp.where(flag, new, old), new, old)
 
 
 def merge(flags: Tree, chosen: Tree, others: Tree) -> Tree:

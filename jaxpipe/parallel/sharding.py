@@ -64,15 +64,10 @@ class ParamSharding:
         return self.param.trained
 
     @property
-    def without_stage_axis(self) -> "ParamSharding":
-        """The sharding of a layer's parameter without its leading dim of pipeline ranks."""
+    def without_leading_axis(self) -> "ParamSharding":
+        """The sharding without the leading dim: of pipeline ranks, or then of layers of a run."""
         dims, padding = self.dim_axes[1:], self.padding[1:]
         return replace(self, dim_axes=dims, padding=padding, lead=self.lead - 1)
-
-    @property
-    def without_layer_axis(self) -> "ParamSharding":
-        """The sharding of one layer's parameter, from that of a run's without the stage axis."""
-        return self.without_stage_axis
 
     @property
     def with_layer_axis(self) -> "ParamSharding":

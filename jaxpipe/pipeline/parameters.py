@@ -53,7 +53,7 @@ class DeviceParameters:
         `for_layers`: whether layers read embedding and head.
         """
         stored = stored | {
-            "layers": jax.tree.map(lambda leaf: leaf.without_stage_axis, stored["layers"])
+            "layers": jax.tree.map(lambda leaf: leaf.without_leading_axis, stored["layers"])
         }
         masters = params | {"layers": jax.tree.map(lambda leaf: leaf[0], params["layers"])}
         dtype = execution.compute_dtype
@@ -108,7 +108,7 @@ class DeviceParameters:
             own, stored = slice(run.slots.start, run.slots.stop), self.shardings["layers"][number]
             alone = stored
             if len(run.slots) > 1:
-                alone = jax.tree.map(lambda how: how.without_layer_axis, stored)
+                alone = jax.tree.map(lambda how: how.without_leading_axis, stored)
             return LayerRun(
                 kind=kinds[run.group],
                 params=layers[number],

@@ -28,7 +28,7 @@ from jax import lax
 
 from jaxpipe.contract import Aux
 from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding, is_stage_stacked
-from jaxpipe.parallel.flags import merge
+from jaxpipe.parallel.flags import choose, merge
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.parameters import DeviceParameters
 from jaxpipe.pipeline.program import DeviceProgram, aux_of, reduce_aux
@@ -249,7 +249,7 @@ class _UpdatingTicks:
         nothing = partial(jax.tree.map, jnp.zeros_like, sums)
         others, layers = lax.cond(restarts := row.steps.step_restart > 0, nothing, lambda: sums)
         shared = merge(embed.used, shared, others)
-        aux, statistics = _select(restarts, self.empty, (carry.aux, carry.statistics))
+        aux, statistics = choose(restarts, self.empty, (carry.aux, carry.statistics))
         carry = carry._replace(
             embed_head_gradients=shared, layer_gradients=layers, aux=aux, statistics=statistics
         )
@@ -298,7 +298,7 @@ class _UpdatingTicks:
         params, moments = self.update(step.gradients, state.moments, state.params, goes_on)
         variables = self._following(state.variables, aux)
         return ValidState(
-            params, moments, _select(goes_on, variables, state.variables), number + goes_on,
+            params, moments, choose(goes_on, variables, state.variables), number + goes_on,
             state.squares.at[number].set(square), goes_on,
         )  # fmt: skip
 
@@ -343,8 +343,3 @@ class _UpdatingTicks:
         tables, head = self.work.step.tables, self.work.embed_head.head
         (first,), (last,) = tables.first_ranks, tables.last_ranks
         return jax.tree.map(lambda used: lax.axis_index(PP) == (last if used else first), head.used)
-
-
-def _select(flag: jax.Array, new: Tree, old: Tree) -> Tree:
-    """Return the tree `new` if the scalar `flag` is true, otherwise `old`."""
-    return jax.tree.map(lambda new, old: jnp.where(flag, new, old), new, old)

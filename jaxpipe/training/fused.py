@@ -19,6 +19,7 @@ from jax import lax
 
 from jaxpipe import optimizer as optimizers
 from jaxpipe.config import TrainConfig
+from jaxpipe.parallel.flags import choose
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.pipeline.reference import StepOutput
 from jaxpipe.schedule import fuse_steps
@@ -138,7 +139,7 @@ class FusedSteps:
             loss, norm = trainer.first_loss(losses[0]), jnp.sqrt(square)
             metrics = step_metrics(loss, norm, aux, trainer.model.functions.report)
             after, _ = guard.after(loss, norm, train)
-            guard = optimizers.chosen(number < last, after, guard)
+            guard = choose(number < last, after, guard)
             return guard, metrics | guard.metrics() | trainer.losses_of(*losses)
 
         numbered = jnp.arange(self.count), outputs.squares, of_steps, outputs.aux

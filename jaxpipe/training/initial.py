@@ -37,11 +37,11 @@ def parameters_on_rank(model: Model, layout: StageLayout, seed: int, stored: Tre
 
     def run(slots: range, stored: Tree) -> Tree:
         kind = layout.slot_kinds[slots.start]
-        how = jax.tree.map(lambda leaf: leaf.without_stage_axis, stored)
+        how = jax.tree.map(lambda leaf: leaf.without_leading_axis, stored)
         if len(slots) == 1:
             own = layer(here[slots.start], kind, how)
         else:
-            alone = jax.tree.map(lambda leaf: leaf.without_layer_axis, how)
+            alone = jax.tree.map(lambda leaf: leaf.without_leading_axis, how)
             own = lax.map(lambda index: layer(index, kind, alone), here[slots.start : slots.stop])
         return jax.tree.map(lambda leaf: leaf[None], own)
 

@@ -17,6 +17,7 @@ from jaxpipe.config import Config
 from jaxpipe.model.family import Model
 from jaxpipe.model.moe.products import GroupedProduct
 from jaxpipe.parallel import ReplicaFactors, Sharding, StageLayout, is_stage_stacked, make_mesh
+from jaxpipe.parallel.flags import choose
 from jaxpipe.pipeline import Aux, Execution, Pipeline
 from jaxpipe.pipeline.messages import MessagePrinter
 from jaxpipe.pipeline.reference import StepOutput
@@ -271,7 +272,7 @@ class Trainer:
         params, after = optimizers.apply(self.optimizer, gradients, before, state.params, updates)
         variables, following = state.variables, self.model.functions.next_variables
         if following is not None:
-            variables = optimizers.chosen(updates, following(variables, side), variables)
+            variables = choose(updates, following(variables, side), variables)
         after = moments.returned(after) if offloads else after
         return State(params, after, step, variables, guard), metrics
 

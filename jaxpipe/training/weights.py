@@ -79,9 +79,9 @@ def _program(mesh: Mesh, stored: ParamSharding, indices: int) -> Any:
     def gather(leaf: jax.Array, *index: jax.Array) -> jax.Array:
         if not index:
             return stored.gather(leaf, {PP, TP, *REPLICA_AXES})
-        (rank, *row), how, own = index, stored.without_stage_axis, leaf[0]
+        (rank, *row), how, own = index, stored.without_leading_axis, leaf[0]
         if row:
-            how, own = how.without_layer_axis, own[row[0]]
+            how, own = how.without_leading_axis, own[row[0]]
         full = how.gather(own, {TP, *REPLICA_AXES})
         return lax.psum(jnp.where(lax.axis_index(PP) == rank, full, 0), PP)
 

@@ -287,7 +287,7 @@ def test_what_is_cut_along_the_sequence_is_stored_in_parts(model, remat, shared)
 
     specs = (
         jax.tree.map(lambda s: s.partition_spec, stored["embed_head"]),
-        jax.tree.map(lambda s: s.without_stage_axis.partition_spec, stored["layers"][0]),
+        jax.tree.map(lambda s: s.without_leading_axis.partition_spec, stored["layers"][0]),
         PartitionSpec(),
     )
     run = jax.shard_map(look, mesh=mesh, in_specs=specs, out_specs=None, check_vma=False)
