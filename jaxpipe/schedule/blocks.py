@@ -15,6 +15,8 @@ from itertools import product
 
 from jaxpipe.schedule.action import Placement
 
+_TICKS = range(1, 5)  # of a hop in a run, and of a gap
+
 
 @dataclass(frozen=True)
 class BuildingBlock:
@@ -33,10 +35,8 @@ class BuildingBlock:
 
 
 @lru_cache(maxsize=8)  # many searches are for few placements
-def enumerate_blocks(
-    placement: Placement, steps: int = 4, gaps: int = 4
-) -> tuple[BuildingBlock, ...]:
-    """Return every block with `1..steps` ticks per hop in a run and gaps of `1..gaps` ticks.
+def enumerate_blocks(placement: Placement) -> tuple[BuildingBlock, ...]:
+    """Return every block with 1 to 4 ticks per hop in a run, and as many in a gap.
 
     A run is the F or the B of all stages of one chunk index, in stage order: the loop placement
     with one stage per rank has two runs, the V has four.
@@ -44,7 +44,7 @@ def enumerate_blocks(
     period = 3 * placement.stages // placement.pp
     ranks = [*placement.rank_of, *reversed(placement.rank_of)]  # F, then B, of every stage
     found_blocks = []
-    for ticks in _extend([], ranks, placement.pp, period, steps, gaps):
+    for ticks in _extend([], ranks, placement.pp, period):
         rank_ticks: list[list[int]] = [[] for _ in range(placement.pp)]
         for rank, tick in zip(ranks, ticks):
             rank_ticks[rank].append(tick)
@@ -55,20 +55,18 @@ def enumerate_blocks(
     return tuple(found_blocks)
 
 
-def _extend(
-    ticks: list[int], ranks: list[int], pp: int, period: int, steps: int, gaps: int
-) -> Iterator[list[int]]:
+def _extend(ticks: list[int], ranks: list[int], pp: int, period: int) -> Iterator[list[int]]:
     """Yield all completions of `ticks` without a collision, run by run."""
     if len(ticks) == len(ranks):
         yield ticks
         return
     occupied = {(rank, tick % period) for rank, tick in zip(ranks, ticks)}
     run = ranks[len(ticks) : len(ticks) + pp]
-    for gap, step in product(range(1, gaps + 1) if ticks else [0], range(1, steps + 1)):
+    for gap, step in product(_TICKS if ticks else [0], _TICKS):
         start = ticks[-1] + gap if ticks else 0
         more = [start + i * step for i in range(pp)]
         if occupied.isdisjoint((rank, tick % period) for rank, tick in zip(run, more)):
-            yield from _extend(ticks + more, ranks, pp, period, steps, gaps)
+            yield from _extend(ticks + more, ranks, pp, period)
 
 
 def _split_phases(ticks: list[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -18,12 +18,10 @@ from jaxpipe.verification.verifying import Verification
 Say = Callable[[str], None]
 
 
-def plant_all(
-    config: Config, say: Say, faults: tuple[Fault, ...] = FAULTS
-) -> Iterator[tuple[str, Deviation]]:
+def plant_all(config: Config, say: Say) -> Iterator[tuple[str, Deviation]]:
     """Yield every fault that applies to a smaller run, and the largest error that it causes."""
     run = Verification(config, say)
-    faults = tuple(fault for fault in faults if fault.applies(run.trainer))
+    faults = tuple(fault for fault in FAULTS if fault.applies(run.trainer))
     for number, fault in enumerate(faults, 1):
         begin = time.perf_counter()
         worst = plant(run, fault)
