@@ -49,7 +49,8 @@ class ParallelConfig(Section, kw_only=True):
     tp: Positive = 1  # devices that share every layer (tensor parallelism)
     pipeline_first: bool = False  # order devices so that a replica's pipeline ranks are neighbours
     sequence_parallel: bool = False  # shard the stream between sublayers over tp along the sequence
-    # shard embedding and head over pipeline ranks; auto: on GPU, if the simulated scan is no slower
+    # shard embedding and head over pipeline ranks; auto: on GPU, if the simulated scan is at most
+    # 1 % longer
     vocab_parallel_pp: bool | Literal["auto"] = "auto"
     # what replicas shard. 0: nothing; 1: parameters and moments; 2: gradients too; 3: parameters
     # also within a step

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe.contract import Aux, Context, StageFunctions
 from jaxpipe.parallel.flags import is_trained, select
@@ -105,8 +106,9 @@ def step_ref(
     kinds = [functions.kinds_by_name[name] for name in functions.layer_kinds(len(layers))]
 
     def shares(
-        params: Tree, seen: list[list[Tree]], sequence: list[Tree]
+        params: Tree, seen: list[list[Tree]], sequence: list[Tree], of_step: tuple[Any, ...]
     ) -> tuple[jax.Array, tuple[Any, ...]]:
+        terms, tokens, variables = of_step  # arguments: as constants they would be compiled in
         losses, aux, sides, outputs, states = [], [], [], [], [None] * len(kinds)
         for rows, of_layers in zip(sequence, seen):
             layer_aux = []
@@ -143,11 +145,13 @@ def step_ref(
         ],
     }
     trained = is_trained(specs)
-    total, sides = select(trained, jax.tree.map(jnp.zeros_like, params)), []
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), params)
+    total, sides = select(trained, zeros), []
     all_losses, all_aux, all_outputs = [], [], []
     for first in range(0, len(microbatches), slices):
         sequence = microbatches[first : first + slices]
-        made = shares_and_gradients(params, [seen] * len(sequence), sequence)
+        of_step = terms, tokens, variables
+        made = shares_and_gradients(params, [seen] * len(sequence), sequence, of_step)
         (_, (losses, aux, outputs, more)), (gradients, statistics) = made
         observed = [Aux(maxima=maxima) for of_slice in statistics for maxima in of_slice]
         more[0] = reduce(_joined, observed, more[0])

@@ -162,6 +162,7 @@ def test_a_fresh_clone_trains_to_the_end_and_has_a_log(submit, tasks):
     assert not list(job.root.glob("*.stopped"))
 
 
+@pytest.mark.slow(unless=["2-stand_in"])
 @stand_in_and_training(tasks=2)
 def test_a_signal_requeues_the_job_which_goes_on(submit, tasks):
     job = submit(tasks=tasks)
@@ -170,6 +171,7 @@ def test_a_signal_requeues_the_job_which_goes_on(submit, tasks):
     job.check_it_goes_on_after(job.wait_until_it_is_requeued())
 
 
+@pytest.mark.slow(only=["USR1-*", "*-USR1"])
 @only_stand_in
 @pytest.mark.parametrize("name", ["USR1", "TERM"])
 def test_a_signal_before_the_first_step_requeues_the_job(submit, name):

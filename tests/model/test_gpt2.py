@@ -65,7 +65,7 @@ def test_the_loss_is_that_of_a_plain_reference():
     assert float(got) == pytest.approx(want, rel=1e-13)
 
 
-@pytest.mark.slow(unless=["zb_h1-(2, 2, 2)-*"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "mesh", "how"),
     [

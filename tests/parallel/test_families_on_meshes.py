@@ -18,7 +18,7 @@ CASES = {
     "biased, shared heads": ("biased", "1f1b", (1, 2, 4), {"zero_stage": 3}),
     "gemma3": ("gemma3", "1f1b", (2, 1, 2), {"sequence": True, "vocab_parallel": True}),
     "gemma3, ZeRO 3, ring": ("gemma3", "zb_h1", (2, 2, 1), {"cp": 2, "heads": 1, "zero_stage": 3}),
-    "gemma3, packed, cp": ("packed_gemma3", "dualpipe", (2, 2, 2), {"cp": 2, "sequence": True}),
+    "gemma3, packed, cp": ("packed_gemma3", "1f1b", (2, 2, 2), {"cp": 2, "sequence": True}),
     "gpt_oss": ("gpt_oss", "zb_h1", (2, 2, 2), {"sequence": True, "ep": 2}),
     "gpt_oss, packed, exchanged heads": (
         "packed_gpt_oss",
@@ -43,7 +43,6 @@ CASES = {
 FEW = [
     "biased, shared heads",
     "gemma3, packed, cp",
-    "gpt_oss",
     "gpt_oss, packed, exchanged heads",
     "llama4, packed, ring",
 ]

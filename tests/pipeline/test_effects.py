@@ -65,6 +65,7 @@ def layer(params, x, context):
 TELLING = StageFunctions(TOY.embed, LayerKind(layer), TOY.head, TOY.count)
 
 
+@pytest.mark.slow(unless=["1f1b-full", "zb_h1-selective", "dualpipev-none"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipev"])
 def test_effects_of_layers(schedule, policy):

@@ -56,7 +56,7 @@ def check(model, schedule, dp=1, tp=1, **options):
     return pipeline
 
 
-@pytest.mark.slow(unless=["zb_h1-2", "zbv-2"])
+@pytest.mark.slow(unless=["zb_h1-2"])
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_schedule(name, pp):
@@ -114,6 +114,7 @@ def test_specs_follow_metadata():
     }
 
 
+@pytest.mark.slow(only=["1"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_embedding_and_head_may_be_tied(tp):
     pipeline = check(
@@ -131,6 +132,7 @@ class LinenMLP(linen.Module):
         return x + linen.Dense(WIDTH, param_dtype=jnp.float64)(linen.gelu(h))
 
 
+@pytest.mark.slow(only=["1"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_linen_modules(tp):
     x = jnp.ones((1, LENGTH, WIDTH))

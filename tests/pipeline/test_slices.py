@@ -48,7 +48,7 @@ def test_schedules_of_slices(schedule, pp):
     check("grouped", schedule, pp, 1, 1, slices=4, poison_bubbles=True)
 
 
-@pytest.mark.slow(unless=["mesh0"])
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2), (2, 1, 4), (2, 4, 1)])
 def test_slices_on_meshes(mesh):
     cp = {1: 1, 2: 2, 4: 2}[mesh[1]]

@@ -201,6 +201,7 @@ def test_refusals(overrides, message):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_mixed_model_trains_as_with_even_stages():
     losses = {}
     for split in ("even", "balanced"):

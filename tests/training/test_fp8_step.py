@@ -89,7 +89,7 @@ def wanted(model, history, microbatches):
     )  # fmt: skip
 
 
-@pytest.mark.slow(unless=["llama-0-zb_h1-*", "llama-4-1f1b-*", "adapters-4-*", "grouped-4-zb_h1-*"])
+@pytest.mark.slow(unless=["llama-0-zb_h1-*", "adapters-4-*", "grouped-4-zb_h1-*"])
 @pytest.mark.parametrize(
     ("model", "history", "name", "mesh", "sequence", "execution"),
     [

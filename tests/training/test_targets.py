@@ -3,6 +3,7 @@
 import io
 import math
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import jax
@@ -57,6 +58,7 @@ def heldout_loss(trainer, count=ROWS):
         return run._heldout_loss(trainer.init()), said
 
 
+@cache
 def plain_loss(count=ROWS):
     """Row by row on one device: the sum of all targets' losses over their number."""
     trainer = trainer_for(*ALONE)

@@ -124,7 +124,7 @@ def test_combinations_equal_the_reference(path, overrides):
     assert [one for one in found if not one.error <= verify.TOLERANCE] == []
 
 
-@pytest.mark.slow(unless=["llama4"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_families_equal_the_reference(tmp_path, name):
     fields, overrides = OTHERS[name]
