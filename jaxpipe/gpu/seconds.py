@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import NamedTuple
 
+from msgspec import structs
+
 from jaxpipe.gpu.collectives import traced_action
 from jaxpipe.gpu.program import Program, shape_bytes, shape_dims, shape_elements
 from jaxpipe.model import grouped_fp8
@@ -61,8 +63,8 @@ class StepSeconds(NamedTuple):
     def as_ops(self, layers: int, planned: OpSeconds) -> OpSeconds | None:
         """Convert to a plan's seconds per layer, with `layers` on a device.
 
-        Communication and copies are taken from `planned`. None where the program has no F outside
-        of pairs, or no gradient.
+        Communication, copies and what each layer takes of the mean layer are taken from `planned`.
+        None where the program has no F outside of pairs, or no gradient.
         """
         each = {name: seconds / layers for name, seconds in self.actions.items()}
         forward, b, w = (each.get(name, 0.0) for name in ("F", "B", "W"))
@@ -71,17 +73,8 @@ class StepSeconds(NamedTuple):
             return None
         if not (b and w):
             b = w = whole / 2
-        return OpSeconds(
-            layer=LayerSeconds(forward, b, w, whole),
-            head=self.ends,
-            transfer=planned.transfer,
-            copies=planned.copies,
-            exchange=planned.exchange,
-            sharing=planned.sharing,
-            tensor=planned.tensor,
-            network=planned.network,
-            host=planned.host,
-        )
+        layer = LayerSeconds(forward, b, w, whole)
+        return structs.replace(planned, layer=layer, head=self.ends, embed=0.0, embed_gradient=0.0)
 
 
 def estimate_seconds(program: Program, sheet: Device, bandwidth: float) -> StepSeconds:
