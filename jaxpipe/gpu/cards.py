@@ -7,7 +7,7 @@ from importlib.resources import files
 CARDS = ("h100", "h200", "b200", "a100")
 PER_HOST = 8
 _MEMORY = re.compile(r"(device_memory_size: )(\d+)")
-_MAJOR = re.compile(r"major: (\d+)")
+_CAPABILITY = re.compile(r"major: (\d+)(?:\s+minor: (\d+))?")
 # First compute capability for which XLA's cost model has rates of matrix products (jax 0.12.0).
 _WITH_COSTS = 9
 _BANDWIDTH = re.compile(r"memory_bandwidth: (\d+)")
@@ -40,9 +40,14 @@ def card_bandwidth(card: str) -> int:
     return int(_BANDWIDTH.search(target_config(card))[1])
 
 
+def card_capability(card: str) -> float:
+    """Return a card's compute capability, 9.0 for an H100."""
+    return float(".".join(_CAPABILITY.search(target_config(card)).groups("0")))
+
+
 def has_costs(card: str) -> bool:
     """Whether XLA's cost model knows a card; compiling with it for other cards fails."""
-    return int(_MAJOR.search(target_config(card))[1]) >= _WITH_COSTS
+    return card_capability(card) >= _WITH_COSTS
 
 
 def set_usable_memory(config: str, usable: float) -> str:

@@ -240,6 +240,16 @@ def test_several_are_asked_for_at_once():
     assert line.split()[-8:] == ["GiB", "yes", "NOT", "HIDDEN", "3", "parts", "0.25", "12"]
 
 
+def test_a_card_is_refused_what_its_devices_lack():
+    packed = [
+        "data.packing=sequential", "model.attention=cudnn", "model.head_dim=64",
+        "train.compute_dtype=bfloat16", "train.seq_len=128",
+    ]  # fmt: skip
+    assert several.load_requests(SMALL, packed, ["h100"], [], [])
+    with pytest.raises(ConfigError, match=r"these have 8\.0: set model\.attention=xla"):
+        several.load_requests(SMALL, packed, ["a100"], [], [])
+
+
 def test_cards_are_named_with_commas():
     assert cards.parse_cards("h100,b200") == ["h100", "b200"]
     with pytest.raises(argparse.ArgumentTypeError, match="'gtx' is none of h100, h200, b200, a100"):
