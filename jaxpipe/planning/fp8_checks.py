@@ -45,7 +45,10 @@ def _tokens(config: Config) -> dict[str, int]:
     parallel, train = config.parallel, config.train
     cuts = {"parallel.slices": parallel.slices, "parallel.cp": parallel.cp}
     cut = "".join(f" / {name}" for name, size in cuts.items() if size > 1)
-    name, length = "train.seq_len", train.seq_len // prod(cuts.values())
-    if train.variable_length:
-        name, cut, length = "train.pad_to_multiple_of", "", train.pad_to_multiple_of
-    return {f"train.microbatch_size x {name}{cut}": train.microbatch_size * length}
+    lengths = {f"train.seq_len{cut}": train.seq_len // prod(cuts.values())}
+    if train.variable_length:  # rows are padded to multiples of it, but not beyond seq_len
+        lengths["train.pad_to_multiple_of"] = train.pad_to_multiple_of
+    return {
+        f"train.microbatch_size x {name}": train.microbatch_size * length
+        for name, length in lengths.items()
+    }

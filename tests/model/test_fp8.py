@@ -176,6 +176,10 @@ def settings(parallel=None, train=None, lora=None, **model):
         (settings({"tp": 2}, d_ff=176), "but model.d_ff / parallel.tp is 88"),
         (settings(n_kv_heads=1, head_dim=8), "a device's keys, heads x model.head_dim, is 8"),
         (settings({"slices": 4}, {"microbatch_size": 1}), "train.seq_len / parallel.slices is 8"),
+        (
+            settings(train={"variable_length": True, "microbatch_size": 1, "seq_len": 1000}),
+            "train.microbatch_size x train.seq_len is 1000",
+        ),
         (settings(**EXPERTS, d_expert=24), "but model.d_expert / parallel.tp is 24"),
         (
             settings({"tp": 2}, **EXPERTS, d_expert=48, shared_experts=1),
