@@ -58,7 +58,7 @@ def test_a_plan_needs_no_kernel(monkeypatch):
         (HOPPER, MODELS["narrow"], "bfloat16", None, ""),  # a capacity: products are batched
         (HOPPER, LlamaConfig(**SIZES), "bfloat16", None, ""),
         (HOPPER, MODEL, "bfloat16", None, r"pip install 'jaxpipe\[experts\]'"),
-        (HOPPER, MODEL, "float32", "tokamax", "not train.compute_dtype=float32"),
+        (HOPPER, MODEL, "float32", "tokamax", "16-bit floats, not .*=float32"),
         (HOPPER, MODELS["qwen"], "bfloat16", "tokamax", "not model.d_model=16 and experts of 6"),
         (BLACKWELL, MODEL, "bfloat16", "tokamax", "for Hopper GPUs, not B200"),
         (HOPPER, MODEL, "bfloat16", "tokamax", "by tokamax's kernel"),

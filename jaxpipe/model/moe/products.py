@@ -167,7 +167,7 @@ def _missing_reason(device: Any, config: MixtureConfig, dtype: jnp.dtype, tp: in
     if find_spec("tokamax") is None:
         return "install tokamax (pip install 'jaxpipe[experts]')"
     if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"tokamax's kernel is for bfloat16, not train.compute_dtype={dtype}: change it"
+        return f"tokamax's kernel is for 16-bit floats, not train.compute_dtype={dtype}: change it"
     if any(width % _STEP for width in widths):
         return (
             f"tokamax's kernel is for multiples of {_STEP}, not model.d_model={widths[0]} and "
