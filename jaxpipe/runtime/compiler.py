@@ -248,7 +248,7 @@ def _check(platform: str, purpose: str, setting: str, remedy: str) -> None:
 
 
 def _is_the_users(name: str) -> bool:
-    return f"--{name}" in os.environ.get("XLA_FLAGS", "")
+    return f"--{name}" in (one.split("=")[0] for one in os.environ.get("XLA_FLAGS", "").split())
 
 
 def accepted(own: Iterable[Option]) -> tuple[dict[str, Value], list[str]]:

@@ -80,7 +80,8 @@ def test_a_value_is_that_of_the_installed_jax(monkeypatch):
 
 
 def test_an_option_in_xla_flags_is_the_users(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", f"--{STEP[0].name}=mine --other=1")
+    longer = f"--{STEP[1].name}_of_another=1"  # begins with the name of an option
+    monkeypatch.setenv("XLA_FLAGS", f"--{STEP[0].name}=mine {longer}")
     assert set(compiler.options("gpu")) == {one.name for one in STEP[1:]}
 
 
