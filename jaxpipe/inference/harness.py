@@ -70,15 +70,12 @@ class HarnessMethods:
         """Return each continuation's log-probability, and whether it is the greedy one."""
         longest = self.max_length + 1  # the last token is a target alone
         rows = [(context + continuation)[-longest:] for _, context, continuation in requests]
-        lengths = [len(continuation) for _, _, continuation in requests]
-        scores = self.scorer.score(rows)
-        return [
-            (
-                float(one.logprobs[-length:].sum(dtype="float64")),
-                bool(one.greedy[-length:].all()),
-            )
-            for one, length in zip(scores, lengths)
-        ]
+        results = []
+        for (_, _, continuation), one in zip(requests, self.scorer.score(rows)):
+            first = max(0, len(one.greedy) - len(continuation))
+            logprob = float(one.logprobs[first:].sum(dtype="float64"))
+            results.append((logprob, bool(one.greedy[first:].all())))
+        return results
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
         """Return the log-probability of whole texts, in windows that do not overlap."""

@@ -25,6 +25,7 @@ HARNESS = {
 def simple_evaluate(model, tasks, task_manager, limit, bootstrap_iters):
     requests = [(None, list(b"def"), list(b"f(x)")), (None, list(b"a" * 50), list(b"=1"))][:limit]
     made = model._loglikelihood_tokens(requests)
+    assert model._loglikelihood_tokens([(None, list(b"def"), [])]) == [(0.0, True)]
     total = sum(one for one, _ in made)
     found = {"alias": tasks[0], "logprob,none": total, "logprob_stderr,none": 1}
     return {"results": {tasks[0]: found}}
