@@ -164,6 +164,8 @@ def essentials(config: Config) -> Config:
             fp8=train.fp8,
             remat=train.remat,
             loss_chunks=train.loss_chunks,
+            loss=train.loss,
+            loss_rows=train.loss_rows,
             variable_length=config.marks_padding,
         ),
     )

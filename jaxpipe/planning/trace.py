@@ -291,6 +291,7 @@ def rows_of(config: Config, functions: StageFunctions) -> Tree:
     if "segments" in reads:
         rows |= {"segments": ids, "positions": ids}
     rows |= dict.fromkeys(ahead_keys(config.model.tokens_ahead), ids)
+    rows |= dict.fromkeys(config.loss_rows, jax.ShapeDtypeStruct(ids.shape, jnp.float32))
     if functions.has_slices:
         rows["slice"] = jax.ShapeDtypeStruct((train.microbatch_size,), jnp.int32)
     return rows

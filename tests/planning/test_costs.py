@@ -41,11 +41,11 @@ def model_of(**sizes):
 
 def traced(
     model, dtype="float32", remat="none", *, batch=BATCH, length=LENGTH, chunks=1, packing="none",
-    **how,
+    loss=("cross_entropy",), **how,
 ):  # fmt: skip
     train = TrainConfig(
         steps=1, grad_accum_steps=1, microbatch_size=batch, seq_len=length,
-        compute_dtype=dtype, remat=remat, loss_chunks=chunks,
+        compute_dtype=dtype, remat=remat, loss_chunks=chunks, loss=loss[0], loss_rows=loss[1:],
     )  # fmt: skip
     if heads := how.pop("heads", 0):
         how |= {"cp_method": "ring", "cp_heads": heads}
@@ -236,6 +236,17 @@ def test_bytes_of_odd_sizes(remat, sizes, batch, length):
 def test_head_in_chunks_makes_the_same_products(chunks):
     model = model_of()
     assert traced(model, chunks=chunks).head == traced(model).head
+
+
+def weighted(logprobs, rows):
+    return (rows["weights"] * logprobs).sum(), logprobs.size
+
+
+@pytest.mark.parametrize("loss", [("dpo",), (f"{__name__}:weighted", "weights")])
+def test_a_loss_of_log_probabilities_makes_logits_of_chunks_twice(loss):
+    plain, chunked = (traced(model_of(), batch=4, chunks=n, loss=loss) for n in (1, 2))
+    assert chunked.head == 4 / 3 * plain.head
+    assert chunked.head_bytes < 0.6 * plain.head_bytes
 
 
 @pytest.mark.slow(only=["False-none", "True-none"])
