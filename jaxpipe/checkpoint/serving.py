@@ -54,8 +54,7 @@ class ServingFiles:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens at which generation stops; empty: none is known."""
-        ids = self.generation.get("eos_token_id", self.token_ids.get("eos_token_id"))
-        return tuple(_as_list(ids))
+        return tuple(_eos_of(self.generation) or _eos_of(self.token_ids))
 
     @property
     def prefix_token_id(self) -> int | None:
@@ -140,8 +139,8 @@ class ServingFiles:
             copy = replace(copy, files=files)
         if token is None:
             return copy
-        ids = copy.token_ids | _add_eos_token(copy.token_ids, token)
-        generation = copy.generation and copy.generation | _add_eos_token(copy.generation, token)
+        ids = copy.token_ids | _join_eos([*_eos_of(copy.token_ids), token])
+        generation = copy.generation and copy.generation | _join_eos([*copy.eos_token_ids, token])
         return replace(copy, token_ids=ids, generation=generation)
 
     def write(self, directory: Path) -> None:
@@ -159,10 +158,14 @@ def _as_list(token: TokenId | None) -> list[int]:
     return token if isinstance(token, list) else [] if token is None else [token]
 
 
-def _add_eos_token(fields: Mapping[str, Any], token: int) -> dict[str, TokenId]:
-    """`eos_token_id` with `token` added: a list, or a number if it is the only id."""
-    ids = list(dict.fromkeys([*_as_list(fields.get("eos_token_id")), token]))
-    return {"eos_token_id": ids if len(ids) > 1 else token}
+def _eos_of(fields: Mapping[str, Any]) -> list[int]:
+    return _as_list(fields.get("eos_token_id"))
+
+
+def _join_eos(ids: list[int]) -> dict[str, TokenId]:
+    """The field `eos_token_id` of these ids: a list, or a number if there is only one."""
+    ids = list(dict.fromkeys(ids))
+    return {"eos_token_id": ids if len(ids) > 1 else ids[0]}
 
 
 def _read_tokenizer_files(directory: Path) -> dict[str, bytes]:

@@ -218,6 +218,13 @@ def test_the_data_say_what_ends_a_text(tmp_path, capsys, imported):
         assert json.loads(found["tokenizer_config.json"])["eos_token"] == "<end>"
 
 
+@pytest.mark.parametrize("generation", [{}, {"top_k": 5}, {"eos_token_id": None}])
+def test_a_token_of_the_data_hides_no_eos(generation):
+    known = ServingFiles(token_ids={"eos_token_id": 2}, generation=generation)
+    assert known.eos_token_ids == (2,)
+    assert known.with_eos_token(9, None).eos_token_ids == (2, 9)
+
+
 @pytest.fixture
 def step(tmp_path, capsys):
     """Return a checkpoint without tokenizer files."""
