@@ -151,6 +151,8 @@ class ShardedDocuments:
 
         The document at the split point goes to the second result as a whole, with those of its
         `together` consecutive documents, unless it is the very first document, which is divided.
+
+        Raises `ConfigError` where that would divide the first `together` documents.
         """
         cut = self.end - round(fraction * len(self))
         number = self._shard_at(min(cut, self.end - 1))
@@ -159,6 +161,12 @@ class ShardedDocuments:
         if together > 1:
             starts = self._borders[:-1:together] + self.begin
             border = int(starts[np.searchsorted(starts, border, side="right") - 1])
+            if cut < self.end and border == self.begin:
+                raise ConfigError(
+                    f"data.heldout_fraction={fraction} of {self.place} begins in its first "
+                    f"{together} documents, which stay together: give more data, or set "
+                    f"data.heldout_path."
+                )
         if cut < self.end and border > self.begin:
             cut = border
         first, second = f"{self.place}[:{cut}]", f"{self.place}[{cut}:]"

@@ -132,6 +132,12 @@ def test_the_last_held_out_batch_is_filled_without_targets(tmp_path):
     )
 
 
+def test_a_single_pair_is_not_divided(tmp_path):
+    folder = folder_of(tmp_path, RECORDS[:1])
+    with pytest.raises(ConfigError, match=r"heldout_fraction=0\.3 of .* its first 2 documents"):
+        opened(folder)
+
+
 def test_long_pairs_are_left_out_and_named(tmp_path):
     long = RECORDS[0] | {"rejected": "x" * 99}
     folder = folder_of(tmp_path, [long, *RECORDS])
