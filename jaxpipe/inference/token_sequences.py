@@ -18,6 +18,8 @@ def read_sequences(path: Path) -> list[np.ndarray]:
 
     Raises `ConfigError` where the file is neither, or holds other than sequences of ids.
     """
+    if path.suffix not in (JSON_LINES, ".npy"):
+        raise ConfigError(f"{path} is neither .npy nor .jsonl: give token ids as one of these.")
     try:
         if path.suffix == JSON_LINES:
             lines = path.read_text().splitlines()

@@ -15,6 +15,8 @@ from saved_runs import saved_run  # noqa: E402
 from several import ends, start_all  # noqa: E402
 from trained_models import VOCABULARY, logits_of, published  # noqa: E402
 
+from jaxpipe.config import ConfigError  # noqa: E402
+from jaxpipe.inference.token_sequences import read_sequences  # noqa: E402
 from jaxpipe.planning import device_checks  # noqa: E402
 from jaxpipe.score import main  # noqa: E402
 
@@ -122,6 +124,12 @@ def test_two_processes_score_as_one_device(tmp_path):
     for code, said in ends(start_all(2, [*command, "runtime.cpu_devices=1"])):
         assert code == 2
         assert "= 1 must equal the number of devices, 2" in said
+
+
+def test_archives_hold_no_sequences(tmp_path):
+    np.savez(tmp_path / "ids.npz", ids=np.ones((2, 3), int))
+    with pytest.raises(ConfigError, match="ids.npz is neither .npy nor .jsonl"):
+        read_sequences(tmp_path / "ids.npz")
 
 
 @pytest.mark.parametrize(
