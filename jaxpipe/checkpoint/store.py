@@ -245,6 +245,7 @@ class CheckpointStore:
                 f"goes on, and the checkpoints before it are as they were; make room in "
                 f"{self.directory}, or make it writable."
             )
+            self._manager.reload()  # it forgets the steps that this save would have removed
 
 
 def read_state(

@@ -1,6 +1,7 @@
 """Checkpoints across layouts, damage and other models."""
 
 import itertools
+import resource
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpipe.checkpoint import FORMAT, CheckpointStore, StateKeying, read_state
 from jaxpipe.checkpoint.integrity import read_meta
+from jaxpipe.checkpoint.listing import list_steps
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import ConfigError
 from jaxpipe.parallel import Sharding, StageLayout, make_mesh
@@ -66,6 +68,25 @@ def open_at(directory, keying, **options):
     return CheckpointStore(
         directory, **({"keep": 3, "asynchronous": True} | options), keying=keying
     )
+
+
+def test_a_save_that_fails_leaves_no_old_checkpoint_for_good(tmp_path):
+    state, keying = make_state([2], width=4096)
+    said, limits = [], resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_at(tmp_path, keying, keep=2, say=said.append) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state, {})
+        checkpoints.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20 * 2**10, limits[1]))  # as on a full disk
+        try:
+            checkpoints.save(3, state, {})
+            checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert checkpoints.steps == [1, 2]
+        checkpoints.save(4, state, {})
+    assert len(said) == 1
+    assert list_steps(tmp_path) == [2, 4]
 
 
 CHAIN = [[2, 2, 2, 1], [4, 3], [7], [3, 2, 2], [3, 1, 3], [1, 1, 1, 1, 1, 1, 1]]
