@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from jaxpipe.checkpoint.naming import NamedParameter, list_parameters
 from jaxpipe.checkpoint.placing import ParamPath, Read
+from jaxpipe.checkpoint.safetensors_directory import complete_directory
 from jaxpipe.config import ConfigError, LoraConfig
 from jaxpipe.model import ModelConfig
 from jaxpipe.model.lora import NAME, Adapter, merge_adapter
@@ -60,10 +61,11 @@ def merging(read: Read, has: Callable[[ParamPath], bool], scale: float) -> Read:
 def export_adapters(
     read: Read, has: Callable[[ParamPath], bool], model: ModelConfig, lora: LoraConfig, target: Path
 ) -> int:
-    """Write the adapters in PEFT's format to a new directory; return how many there are.
+    """Write the adapters in PEFT's format to a directory; return how many there are.
 
-    Arguments are those of `merging`, and the settings of the run that trained them. Raises
-    `ConfigError` where `target` exists or cannot be written, or PEFT cannot express an adapter.
+    Arguments are those of `merging`, and the settings of the run that trained them. `target` must
+    not exist or be empty, and appears only when it is complete. Raises `ConfigError` where it is
+    not empty or cannot be written, or PEFT cannot express an adapter.
     """
     adapted = [one for one in list_parameters(model) if has(adapter_paths(one.path).a)]
     tensors: dict[str, np.ndarray] = {}
@@ -87,15 +89,9 @@ def export_adapters(
         "bias": "none",
         "inference_mode": True,
     }
-    try:
-        target.mkdir(parents=True)
-        (target / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
-        save_file(tensors, target / FILE, metadata={"format": "pt"})
-    except OSError as error:
-        raise ConfigError(
-            f"{target} cannot be written ({error.strerror}): choose a directory that does not "
-            f"exist yet, where there is room."
-        ) from error
+    with complete_directory(target) as directory:
+        (directory / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+        (directory / FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
     return len(adapted)
 
 

@@ -10,8 +10,6 @@ during an export it holds one layer without its experts, or one stacked expert p
 """
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -28,7 +26,7 @@ from jaxpipe.checkpoint.naming import (
     list_parameters,
     locate_parameters,
 )
-from jaxpipe.checkpoint.safetensors_directory import TensorFiles, write_tensors
+from jaxpipe.checkpoint.safetensors_directory import TensorFiles, complete_directory, write_tensors
 from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, nest_by_path, save_parameters
 from jaxpipe.config import ConfigError
@@ -172,10 +170,6 @@ def export_huggingface(
     not exist or be empty, and appears only when it is complete. Raises `ConfigError` where `target`
     is not empty or cannot be written, or the checkpoint is of another model.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(
-            f"{target} exists and is not an empty directory: choose another one to export to."
-        )
     kind = np.dtype(jnp.dtype(dtype))
     config_json = _build_config_json(model, str(kind), max_positions, serving)
     wanted = list_parameters(model)
@@ -184,14 +178,11 @@ def export_huggingface(
     def read(paths: Sequence[tuple[str, ...]]) -> list[np.ndarray]:
         return checkpoint.read(paths) if paths[0][0] == VARIABLES else checkpoint.parameters(paths)
 
-    target = target.absolute()
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-        (partial / "config.json").write_text(config_json)
-        serving.write(partial)
+    with complete_directory(target) as directory:
+        (directory / "config.json").write_text(config_json)
+        serving.write(directory)
         write_tensors(
-            partial,
+            directory,
             {name: parameter.hf_shape for parameter in wanted for name in parameter.hf_names},
             convert_tensors(read, wanted),
             dtype=kind,
@@ -200,14 +191,6 @@ def export_huggingface(
             ),
             max_shard_bytes=max_shard_bytes,
         )
-        partial.rename(target)
-    except OSError as error:
-        raise ConfigError(
-            f"{target} cannot be written ({error.strerror}): choose a directory that is writable "
-            f"and has room."
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _build_config_json(

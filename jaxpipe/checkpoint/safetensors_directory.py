@@ -4,8 +4,10 @@ Memory holds one tensor at a time: each tensor is read from a file that is opene
 written directly to its shard.
 """
 
+import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -214,6 +216,31 @@ def _open_file(path: Path) -> Any:
         raise ConfigError(f"{path} is damaged ({error}): copy or download it again.") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error}): make it readable.") from error
+
+
+@contextlib.contextmanager
+def complete_directory(target: Path) -> Iterator[Path]:
+    """Yield a new directory, which gets the name `target` when the body has written it.
+
+    Raises `ConfigError` where `target` exists and is not an empty directory, or cannot be written.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(
+            f"{target} exists and is not an empty directory: choose another one to export to."
+        )
+    target = target.absolute()
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(target)
+    except OSError as error:
+        raise ConfigError(
+            f"{target} cannot be written ({error.strerror}): choose a directory that is writable "
+            f"and has room."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_tensors(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from math import prod
 
 import jax
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint.__main__ import main as checkpoint_command
+from jaxpipe.checkpoint.adapters import export_adapters
 from jaxpipe.config import ConfigError
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.costs import costs_of
@@ -159,6 +161,26 @@ def test_adapters_of_experts_are_merged_and_written_one_by_one(tmp_path):
     settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert "experts.3.up_proj" not in settings["target_modules"]
     assert {"3.up_proj", "self_attn.q_proj"} <= {*settings["target_modules"]}
+
+
+def test_adapters_appear_only_when_they_are_complete(tmp_path):
+    config, limits = configs.load(SMALL, LORA), resource.getrlimit(resource.RLIMIT_FSIZE)
+    (folder := tmp_path / "peft").mkdir()  # an empty one may be there
+
+    def export_queries():
+        read = lambda paths: [np.ones((32, 3)), np.ones((3, 32))]  # noqa: E731
+        has = lambda path: path[-2:] == ("wq", "a")  # noqa: E731
+        return export_adapters(read, has, config.model, config.lora, folder)
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, limits[1]))  # as on a full disk
+    try:
+        with pytest.raises(ConfigError, match="peft cannot be written"):
+            export_queries()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [*tmp_path.rglob("*")] == [folder]
+    assert export_queries() == 4
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".safetensors"]
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
