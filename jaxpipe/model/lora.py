@@ -32,6 +32,7 @@ _SAMPLES = "samples"
 ParamPath = tuple[str, ...]
 # Weights of which a layer multiplies by the columns of its own heads if all devices have all heads.
 _BY_HEAD = "wk", "wv"
+_OF_LATENTS = "wkv_b"  # multiplies the latents of all keys, where these are passed on as latents
 
 
 class Adapter(NamedTuple):
@@ -84,9 +85,9 @@ def product_of(path: ParamPath) -> str:
 class LoraDecoder:
     """A decoder with adapters; it has the functions of a `Model`.
 
-    Raises `ValueError` where a target is no weight of the model, and where adapters of experts
-    should drop inputs, there are more tp devices than heads of keys and values with adapters, or a
-    layer has several weights of one name.
+    Raises `ValueError` where a target is no weight of the model, and where adapters of experts, or
+    of latents of other devices or slices, should drop inputs, there are more tp devices than heads
+    of keys and values with adapters, or a layer has several weights of one name.
 
     Attributes:
       base: the decoder, all of whose parameters are frozen.
@@ -114,12 +115,16 @@ class LoraDecoder:
                     f"1, or leave {twice[0]} out of lora.targets."
                 )
         for path, spec in self._every_path(self.adapters):
-            name, experts = product_of(path), "experts" in path
-            if experts and self.adapters.dropout:
+            name, sequence, slices = product_of(path), self.base.sequence, self.base.slices
+            passes_latents = not sequence.exchanges_heads and max(sequence.size, slices) > 1
+            placeless = "of experts" if "experts" in path else ""
+            if name == _OF_LATENTS and passes_latents:
+                placeless = f"with parallel.cp={sequence.size} and parallel.slices={slices}"
+            if placeless and self.adapters.dropout:
                 raise ValueError(
                     f"lora.dropout={self.adapters.dropout} with an adapter of {name}: the inputs "
-                    f"of experts have no positions to draw masks by; set lora.dropout=0, or "
-                    f"lora.targets without experts."
+                    f"{placeless} have no positions to draw masks by; set lora.dropout=0, or "
+                    f"leave {name} out of lora.targets."
                 )
             if TP in spec.partial_grad_axes and name in _BY_HEAD:
                 raise ValueError(

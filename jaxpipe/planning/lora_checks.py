@@ -10,7 +10,8 @@ def check_lora(config: Config) -> None:
 
     `lora.targets` may only name weights that the model's layers have.
 
-    `lora.dropout` above 0 excludes adapters of experts.
+    `lora.dropout` above 0 excludes adapters of experts, and of `wkv_b` with `parallel.slices` or
+    `parallel.cp` above 1, unless replicas exchange heads (`parallel.cp_method='ulysses'`).
 
     `lora.targets` without `wk` and `wv` are needed where `model.n_kv_heads` is no multiple of
     `parallel.tp`.

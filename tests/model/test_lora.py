@@ -204,15 +204,23 @@ def test_dropout_is_the_same_on_every_mesh():
 
 
 @pytest.mark.parametrize(
-    ("model", "adapters", "tp", "sentence"),
+    ("model", "adapters", "how", "sentence"),
     [
-        ("llama", Adapters(2, 2.0, ("wz",)), 1, "lora.targets has 'wz', but the weights"),
-        ("experts", Adapters(2, 2.0, dropout=0.1), 1, "the inputs of experts have no positions"),
-        ("llama", Adapters(2, 2.0), 4, "parallel.tp=4 must divide model.n_kv_heads"),
+        ("llama", Adapters(2, 2.0, ("wz",)), {}, "lora.targets has 'wz', but the weights"),
+        ("experts", Adapters(2, 2.0, dropout=0.1), {}, "the inputs of experts have no positions"),
+        (
+            "llama", Adapters(2, 2.0), {"devices": TensorParallel(4)},
+            "parallel.tp=4 must divide model.n_kv_heads",
+        ),
+        ("latent", Adapters(2, 2.0, dropout=0.1), {"slices": 2}, "parallel.slices=2 have no"),
+        (
+            "latent", Adapters(2, 2.0, dropout=0.1), {"sequence": ContextParallel(2)},
+            "parallel.cp=2 .* leave wkv_b out",
+        ),
     ],
-)
-def test_refusals(model, adapters, tp, sentence):
-    devices = TensorParallel(tp) if tp > 1 else ONE_DEVICE
-    base = FAMILIES["llama"].build(MODELS[model], devices=devices)
+)  # fmt: skip
+def test_refusals(model, adapters, how, sentence):
+    config = MODELS[model]
+    base = FAMILIES[config.family].build(config, **how)
     with pytest.raises(ValueError, match=sentence):
         LoraDecoder(base, adapters)
