@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from jaxpipe.config import (
     Config,
     ConfigError,
-    DataConfig,
     LogConfig,
     ParallelConfig,
     TrainConfig,
@@ -57,7 +56,6 @@ def shrink(config: Config) -> SmallerRun:
     )
     clip = min(before.optimizer.clip_norm, 0.1)  # below the norm, so that it clips
     warmup = min(before.optimizer.warmup_steps, 10)  # else updates vanish beside parameters
-    documents = min(before.data.max_documents, 4)
     checkpoint = replace(before.checkpoint, resume="none", exclude=(), parameters_only=False)
     devices = parallel.devices if before.runtime.cpu_devices else 0
     smaller = replace(
@@ -67,12 +65,10 @@ def shrink(config: Config) -> SmallerRun:
         train=train,
         lora=replace(before.lora, rank=min(before.lora.rank, 3), adapter=""),
         optimizer=replace(before.optimizer, clip_norm=clip, warmup_steps=warmup),
-        data=DataConfig(
-            source="dummy", packing=before.data.packing, max_documents=documents
-        ),
+        data=replace(before.data, max_documents=min(before.data.max_documents, 4)),
         checkpoint=checkpoint,
         log=LogConfig(),
-        runtime=replace(before.runtime, cpu_devices=devices),
+        runtime=replace(before.runtime, cpu_devices=devices, min_devices=0),
         debug=replace(before.debug, print_messages=False, ticks=(), pp_ranks=()),
     )  # fmt: skip
     smaller = _with_enough_microbatches(smaller, before.train.grad_accum_steps)
@@ -135,14 +131,14 @@ def _smaller_split(
 def _smaller_step(train: TrainConfig, parallel: ParallelConfig) -> TrainConfig:
     """The settings of a step with short sequences, in float64."""
     chunks = min(train.loss_chunks, 2)
-    unit = math.lcm(parallel.sequence_shards, parallel.rows_per_sequence * chunks)
+    unit = parallel.sequence_shards * chunks
     return replace(
         train,
         seq_len=unit * max(2, -(-_LENGTH // unit)),
         microbatch_size=min(train.microbatch_size, 2),
         loss_chunks=chunks,
-        length_bucket=min(train.length_bucket, unit),
-        pad_to_multiple_of=1,
+        length_bucket=unit if train.length_bucket else 0,
+        pad_to_multiple_of=chunks,
         compute_dtype="float32",
         fp8="none",
         fused_steps=1,

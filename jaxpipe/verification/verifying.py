@@ -140,7 +140,7 @@ def _on_another_mesh(config: Config) -> Config:
     mesh = {"pp": 1, "dp": 1}
     if parallel.pp == 1 and config.model.pipeline_layers > 1:
         mesh["pp"] = 2
-    elif size % 2 == 0:
+    elif size % (4 if config.reads_pairs else 2) == 0:
         mesh["dp"] = 2
     train = structs.replace(
         config.train, microbatch_size=size // mesh["dp"], loss_chunks=1, offload_layers=0

@@ -62,6 +62,10 @@ MIXTURE = (
     "model.router_bias_rate=0.01", "parallel.ep=2", "parallel.dp=4", "model.first_dense_layers=1",
     "parallel.schedule=zb_h1",
 )  # fmt: skip
+PAIRS = (
+    "train.loss=dpo", "data.source=file", "data.path=pairs", "train.variable_length=true",
+    "parallel.dp=1", "train.loss_chunks=2",
+)  # fmt: skip
 CASES = {
     "packed": ("data.packing=best_fit", "parallel.pp=1"),
     "ring": ("parallel.cp=2", "parallel.cp_method=ring", "train.loss_chunks=2"),
@@ -76,6 +80,7 @@ CASES = {
     ),
     "uneven": ("model.n_layers=7", "model.dropout=0.1", "parallel.dp_replicate=2"),
     "variable": ("train.variable_length=true", *MIXTURE),
+    "pairs": PAIRS,
 }  # fmt: skip
 
 
@@ -152,6 +157,25 @@ def test_a_mesh_of_many_devices_shrinks_and_says_so(path):
     )  # fmt: skip
     assert "parallel.pp: 2 instead of 4" in smaller.changes
     assert smaller.unchecked == ("train.compute_dtype='bfloat16': computed in float64 instead",)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("train.variable_length=true", "train.loss_chunks=4"),
+        (
+            "train.variable_length=true", "train.loss_chunks=2", "train.pad_to_multiple_of=1",
+            "train.length_bucket=6", "train.seq_len=72", "parallel.tp=2", "parallel.slices=3",
+            "parallel.sequence_parallel=true",
+        ),
+        ("parallel.dp=16", "runtime.min_devices=20"),
+        PAIRS,
+    ],
+    ids=["chunks of lengths", "and shards", "fewest devices", "pairs"],
+)  # fmt: skip
+def test_what_shrinks_keeps_the_rules(path, overrides):
+    """On both meshes."""
+    assert verification(path, *overrides).other.config.parallel.devices <= 2
 
 
 def test_a_bad_configuration_is_refused(path, capsys):
