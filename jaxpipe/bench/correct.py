@@ -22,7 +22,7 @@ from jaxpipe.bench import options
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import Config, ParallelConfig
 from jaxpipe.pipeline import losses_and_gradients_ref
-from jaxpipe.runtime.devices import DEVICES
+from jaxpipe.runtime.devices import DEVICES, data_sheet_of
 from jaxpipe.training.batch_sharder import random_batch
 from jaxpipe.training.trainer import Trainer
 
@@ -71,7 +71,8 @@ def measure(config: Config, layers: int) -> dict[str, Any]:
         parallel=ParallelConfig(schedule="zb_h1", layer_split="even"),
         train=replace(config.train, grad_accum_steps=1, remat="none"),
     )
-    has_fp8 = any(name in device.device_kind and sheet.fp8 for name, sheet in DEVICES.items())
+    sheet = data_sheet_of(device.device_kind)
+    has_fp8 = sheet is not None and DEVICES[sheet].fp8
     want = _gradients_ref(config, "none")
     errors = {"bfloat16": _errors(_gradients(config, "none"), want)}
     limits = {"bfloat16": dict.fromkeys("FBW", LIMIT)}

@@ -1,6 +1,7 @@
 """Data sheets of devices by name, and properties of the devices and memory of this machine."""
 
 import os
+import re
 from typing import NamedTuple
 
 from jaxpipe.config import ConfigError, first_line
@@ -23,9 +24,15 @@ class Device(NamedTuple):
 
 
 _GB = 10**9
+# Source: NVIDIA's data sheets of these cards. A name that begins like another one comes before it.
 DEVICES: dict[str, Device] = {
+    "GB200": Device(2500e12, 186 * _GB, 900e9, 5000e12),
     "B200": Device(2250e12, 180 * _GB, 900e9, 4500e12),
+    "GH200": Device(989e12, 96 * _GB, 450e9, 1979e12),
+    "H200 NVL": Device(835e12, 141 * _GB, 64e9, 1671e12),
     "H200": Device(989e12, 141 * _GB, 450e9, 1979e12),
+    "H100 NVL": Device(835e12, 94 * _GB, 64e9, 1671e12),
+    "H100 PCIe": Device(756e12, 80 * _GB, 64e9, 1513e12),
     "H100": Device(989e12, 80 * _GB, 450e9, 1979e12),
     "A100": Device(312e12, 80 * _GB, 300e9),
     "L40S": Device(362e12, 48 * _GB, 32e9, 733e12),
@@ -55,7 +62,7 @@ def check_devices() -> None:
 
 def data_sheet_of(device_kind: str) -> str | None:
     """Key in `DEVICES` of a device by jax's name for it; None if unknown."""
-    return next((name for name in DEVICES if name in device_kind), None)
+    return next((name for name in DEVICES if re.search(rf"\b{name}\b", device_kind)), None)
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -74,7 +81,9 @@ def device_memory(device_kind: str) -> int | None:
     >>> device_memory("NVIDIA H100 80GB HBM3"), device_memory("cpu")
     (80000000000, None)
     """
-    name = data_sheet_of(device_kind)
+    name, stated = data_sheet_of(device_kind), re.search(r"(\d+)GB", device_kind)
+    if name and stated:  # a smaller card, or the host's memory of a GH200
+        return min(int(stated[1]) * _GB, DEVICES[name].memory)
     return DEVICES[name].memory if name else None
 
 

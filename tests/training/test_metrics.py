@@ -25,8 +25,11 @@ from jaxpipe.training.trainer import Trainer
 
 @pytest.mark.parametrize(
     ("kind", "peak"),
-    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4", 312e12)],
-)
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4", 312e12),
+        ("NVIDIA H100 PCIe", 756e12), ("NVIDIA GB200", 2500e12), ("NVIDIA A100X", None),
+    ],
+)  # fmt: skip
 def test_peaks(kind, peak):
     assert peak_flops(kind) == peak
 
