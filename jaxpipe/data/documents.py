@@ -18,27 +18,6 @@ import numpy as np
 from jaxpipe.config import ConfigError
 
 
-class TokenDocuments(Protocol):
-    """N documents of token ids in a fixed order."""
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of every document, integers `[N]`, all positive."""
-
-    @property
-    def fingerprint(self) -> str:
-        """String that identifies these documents."""
-
-    def tokens(self, index: int, begin: int = 0, end: int | None = None) -> np.ndarray:
-        """Return the ids of a document from `begin` to `end`, integers `[tokens]`.
-
-        Raises `ConfigError` with file and offset where an id is outside the vocabulary.
-        """
-
-    def counted(self, index: int, begin: int = 0, end: int | None = None) -> np.ndarray | None:
-        """Return which of these tokens count in the loss as targets, bool `[tokens]`; None: all."""
-
-
 class TokenShard(Protocol):
     """A file of documents; a file without document boundaries is one document."""
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.documents import ShardedDocuments, TokenDocuments
+from jaxpipe.data.documents import ShardedDocuments
 from jaxpipe.data.packing import Packing
 from jaxpipe.model.loss import IGNORE
 
@@ -114,7 +114,7 @@ class PackedSamples:
     for tokens and 0 for padding. The last token of a document (such as its eod) is a target only.
     """
 
-    documents: TokenDocuments
+    documents: ShardedDocuments
     packing: Packing
     shared: bool
 
