@@ -7,12 +7,9 @@ changed do not match and are written again.
 """
 
 import hashlib
-import io
 import platform
 import sys
 import sysconfig
-import uuid
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +19,7 @@ import numpy as np
 from jaxpipe.config import ConfigError
 from jaxpipe.data.documents import ShardedDocuments
 from jaxpipe.data.tokens import open_tokens
+from jaxpipe.data.writing import replace_atomically
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 PARTS = ("train.npy", "heldout.npy")
@@ -69,10 +67,12 @@ def prepare_stdlib_corpus(
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for part in PARTS:
-                _write_atomically(directory / part, _npy_bytes(parts[part]))
+                with replace_atomically(directory / part) as file:
+                    np.save(file, np.frombuffer(b"".join(parts[part]), np.uint8))
             digests = {part: _compute_digest(directory / part) for part in PARTS}
             manifest = CorpusManifest(platform.python_version(), heldout_fraction, digests, lengths)
-            _write_atomically(directory / MANIFEST, msgspec.json.encode(manifest))
+            with replace_atomically(directory / MANIFEST) as file:
+                file.write(msgspec.json.encode(manifest))
         except OSError as error:
             raise ConfigError(
                 f"the text of data.source = 'stdlib' cannot be written to {directory}: "
@@ -145,20 +145,3 @@ def _choose_heldout(sizes: dict[str, int], heldout_fraction: float) -> set[str]:
 def _compute_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
-
-
-def _npy_bytes(texts: Iterable[bytes]) -> bytes:
-    """Return the content of a `.npy` file with the bytes of all texts as one uint8 array."""
-    file = io.BytesIO()
-    np.save(file, np.frombuffer(b"".join(texts), np.uint8))
-    return file.getvalue()
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    """Write a temporary file and rename it, so that a file named `path` is always complete."""
-    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

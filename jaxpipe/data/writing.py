@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -24,8 +25,11 @@ class DocumentBatch(NamedTuple):
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file, which replaces `path` once it is complete and synced to disk."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    """Open a temporary file, which replaces `path` once it is complete and synced to disk.
+
+    Several processes, also of several hosts, may write at the same time: the last one wins.
+    """
+    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with unfinished.open("wb") as file:
             yield file

@@ -1,7 +1,6 @@
 """Files of token ids to score, and files of scores. Importing this imports no jax."""
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -9,6 +8,7 @@ from typing import IO, Any
 import numpy as np
 
 from jaxpipe.config import ConfigError
+from jaxpipe.data.writing import replace_atomically
 
 JSON_LINES = ".jsonl"
 
@@ -90,13 +90,10 @@ def check_out(path: Path, rows: Sequence[np.ndarray]) -> None:
 
 def _write(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     """Write a file that gets its name when it is complete."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
-        with partial.open("wb") as file:
+        with replace_atomically(path) as file:
             write(file)
-        partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise ConfigError(
             f"--out {path} cannot be written ({error.strerror}): choose a directory that exists "
             f"and is writable."
