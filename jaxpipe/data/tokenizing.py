@@ -155,20 +155,28 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == BYTES:
         return ByteTokenizer()
-    file = tokenizer_file(name)
-    library = import_optional("tokenizers", f"the tokenizer {file}")
+    tokenizer = read_tokenizer(str(tokenizer_file(name)))
+    # Special tokens are not added, and some post-processors trim blanks from tokens' spans.
+    tokenizer.post_processor = import_optional("tokenizers.processors", "a tokenizer").Sequence([])
+    return FileTokenizer(tokenizer)
+
+
+def read_tokenizer(name: str, content: bytes | None = None) -> Any:
+    """Read a `tokenizers.Tokenizer` from the file `name`, or from the content of one.
+
+    Raises `ConfigError` where it cannot be read, or `tokenizers` is not installed.
+    """
+    made = import_optional("tokenizers", f"the tokenizer {name}").Tokenizer
     try:
-        tokenizer = library.Tokenizer.from_file(str(file))
-        tokenizer.no_truncation()  # some files set truncation and padding to a fixed length
-        tokenizer.no_padding()
-        # Special tokens are not added, and some post-processors trim blanks from tokens' spans.
-        tokenizer.post_processor = library.processors.Sequence([])
-        return FileTokenizer(tokenizer)
+        tokenizer = made.from_file(name) if content is None else made.from_buffer(content)
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(
-            f"{file} is no tokenizer that this version of tokenizers reads ({first_line(error)}): "
+            f"{name} is no tokenizer that this version of tokenizers reads ({first_line(error)}): "
             f"give another."
         ) from error
+    tokenizer.no_truncation()  # some files set truncation and padding to a fixed length
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def describe_tokenizer(name: str, tokenizer: Tokenizer, eod: str) -> TokenizerEntry:

@@ -6,11 +6,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpipe.checkpoint.serving import TOKENIZER
-from jaxpipe.config import Config, ConfigError, first_line
+from jaxpipe.config import Config, ConfigError
 from jaxpipe.data.manifest import read_manifest
-from jaxpipe.data.optional import import_optional
 from jaxpipe.data.token_files import find_prepared_folders
-from jaxpipe.data.tokenizing import BYTES, ByteTokenizer, tokenizer_file
+from jaxpipe.data.tokenizing import BYTES, ByteTokenizer, read_tokenizer, tokenizer_file
 from jaxpipe.inference.saved_model import SavedModel
 
 
@@ -63,9 +62,10 @@ def tokenizer_of(saved: SavedModel, given: str = "") -> TextTokenizer:
     if given == BYTES or (not given and saved.trained_by and _is_of_bytes(saved.trained_by)):
         return ByteText()
     if given:
-        return _of_file(tokenizer_file(given).read_text(), given)
+        return FileText(read_tokenizer(str(tokenizer_file(given))))
     if TOKENIZER in saved.serving.files:
-        return _of_file(saved.serving.files[TOKENIZER].decode(), f"{TOKENIZER} of {saved.place}")
+        content = saved.serving.files[TOKENIZER]
+        return FileText(read_tokenizer(f"{TOKENIZER} of {saved.place}", content))
     raise ConfigError(
         f"{saved.place} has no {TOKENIZER}: give --tokenizer the path of one, or 'bytes'."
     )
@@ -82,20 +82,6 @@ def _is_of_bytes(config: Config) -> bool:
     except ConfigError:
         return False
     return bool(folders) and read_manifest(folders[0]).tokenizer.name == BYTES
-
-
-def _of_file(content: str, name: str) -> FileText:
-    library = import_optional("tokenizers", f"the tokenizer {name}")
-    try:
-        tokenizer = library.Tokenizer.from_str(content)
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(
-            f"{name} is no tokenizer that this version of tokenizers reads ({first_line(error)}): "
-            f"give --tokenizer another."
-        ) from error
-    tokenizer.no_truncation()  # some files set truncation and padding to a fixed length
-    tokenizer.no_padding()
-    return FileText(tokenizer)
 
 
 def encode_prompt(saved: SavedModel, tokenizer: TextTokenizer, text: str) -> list[int]:
