@@ -118,12 +118,12 @@ class DataSplit:
             return fingerprint == self.fingerprint
         return fingerprint == self.whole_fingerprint()
 
-    def count_without_target(self, most: int = 64) -> tuple[int, int]:
-        """Count the samples without any target in the loss among the first `most` of the order.
+    def count_without_target(self) -> tuple[int, int]:
+        """Count the samples without any target in the loss among the first 64 of the order.
 
         Returns the count and the number of samples that were read.
         """
-        looked = min(most, len(self)) if self.masked else 0
+        looked = min(64, len(self)) if self.masked else 0
         targets = (self.samples[self.order[at]]["targets"] for at in range(looked))
         return sum(bool((one == IGNORE).all()) for one in targets), looked
 

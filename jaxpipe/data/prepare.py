@@ -228,10 +228,10 @@ def _print_sentence(console: Console, sentence: str) -> None:
     console.print(escape(sentence), highlight=False, soft_wrap=True)
 
 
-def _join_files(files: list[Path], most: int = 5) -> str:
-    """Join the first `most` files, and the number of further ones, into a string."""
-    more = f" and {len(files) - most} more" if len(files) > most else ""
-    return ", ".join(map(str, files[:most])) + more
+def _join_files(files: list[Path]) -> str:
+    """Join the first five files, and the number of further ones, into a string."""
+    more = f" and {len(files) - 5} more" if len(files) > 5 else ""
+    return ", ".join(map(str, files[:5])) + more
 
 
 def _piece_key(

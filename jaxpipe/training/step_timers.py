@@ -19,12 +19,13 @@ from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
+_TICKS = 30  # exchanges of a message that are timed together
 
 
 class TransferTimer:
     """Times ticks that only exchange a message with each neighbouring pipeline rank."""
 
-    def __init__(self, trainer: Trainer, ticks: int = 30):
+    def __init__(self, trainer: Trainer):
         mesh, config = trainer.mesh, trainer.config
         size, dtype = mesh.shape[PP], jnp.dtype(config.train.compute_dtype)
         message = jax.ShapeDtypeStruct((costs_of(config).message // dtype.itemsize,), dtype)
@@ -39,10 +40,9 @@ class TransferTimer:
         def run() -> jax.Array:
             rank = lax.axis_index(PP).astype(message.dtype)
             start = (jnp.full(message.shape, rank), jnp.full(message.shape, -rank))
-            y, dx = lax.scan(exchange, start, None, length=ticks)[0]
+            y, dx = lax.scan(exchange, start, None, length=_TICKS)[0]
             return (y + dx)[None]
 
-        self._ticks = ticks
         self._run = jax.jit(
             jax.shard_map(run, mesh=mesh, in_specs=(), out_specs=PartitionSpec(PP), check_vma=False)
         )
@@ -52,7 +52,7 @@ class TransferTimer:
         """Time of one tick's exchange [s]."""
         begin = time.perf_counter()
         jax.block_until_ready(self._run())
-        return (time.perf_counter() - begin) / self._ticks
+        return (time.perf_counter() - begin) / _TICKS
 
 
 def _side(trainer: Trainer) -> Aux:
