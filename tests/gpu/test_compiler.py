@@ -23,6 +23,7 @@ def option(name, value, purpose="step"):
 
 @pytest.fixture(autouse=True)
 def _no_flags(monkeypatch):
+    jax.jit(lambda: 0)()  # XLA reads the flags of all tests once, before its first program
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
