@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # Train with N processes on this machine: ./launch/local_multiprocess.sh [--restart] N CONFIG [section.key=value ...]
 #
-# runtime.cpu_devices is the number of devices per process; the mesh spans all processes. When one
-# dies (the others exit with 3) or the run hangs (5), the others exit by themselves; what still runs
-# JAXPIPE_GRACE seconds later (30 by default), such as a stopped process, is killed. The exit code is
-# 0 if that of every process is 0. With --restart the processes that are left start again after some
-# were killed, as a cluster restarts a run without the nodes that it lost (runtime.min_devices).
+# It is for CPUs: runtime.cpu_devices is the number of devices per process; the mesh spans all
+# processes. On GPUs every process would claim all of them; ./launch/train.sh uses them all in one.
+#
+# When a process dies (the others exit with 3) or the run hangs (5), the others exit by themselves;
+# what still runs JAXPIPE_GRACE seconds later (30 by default), such as a stopped process, is killed.
+# The exit code is 0 if that of every process is 0. With --restart the processes that are left start
+# again after some were killed, as a cluster restarts a run without the nodes that it lost
+# (runtime.min_devices).
 set -euo pipefail
 restart=
 if [ "${1:-}" = --restart ]; then
@@ -47,7 +50,7 @@ run_processes() { # run_processes CONFIG ...: sets `codes`, exit codes other tha
             killed=${#pids[@]}
             break
         fi
-        sleep 0.1
+        sleep 0.1 || :  # a signal to the process group, such as Ctrl-C, ends it too
     done
 }
 
@@ -63,9 +66,12 @@ count_gone() { # prints how many processes were killed; 0 if one ended for a rea
     echo "$gone"
 }
 
+# A process that gets one of these finishes its step, saves and ends. INT is passed on as TERM: the
+# terminal has sent INT to the processes too, of which a second interrupts, and which they ignore
+# until they train.
 pids=()
 for name in HUP INT TERM USR1; do
-    trap "kill -$name \${pids[*]} 2>/dev/null || :" "$name"  # each finishes its step, saves and ends
+    trap "kill -${name/INT/TERM} \${pids[*]} 2>/dev/null || :" "$name"
 done
 run_processes "$@"
 while [ -n "$restart" ]; do

@@ -1,9 +1,12 @@
 """The launch scripts with a fake Python that only prints its arguments."""
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 # Has the version in $VERSION; creates an environment that contains itself; reports pip's arguments
-# on stderr; its processes exit with the codes in $CODES, or never.
+# on stderr; its processes exit with the codes in $CODES, or never, or run $STAND_IN.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
 -) [ -z "$VERSION" ] || echo "$VERSION" ;;
@@ -24,6 +27,7 @@ case "$*" in
     [ -n "${JAX_PROCESS_ID:-}" ] || exit 0
     code=$(cut -d ' ' -f $((JAX_PROCESS_ID + 1)) <<<"$CODES")
     [ "$code" != never ] || kill -STOP $$
+    [ "$code" != stand-in ] || exec $STAND_IN
     exit "$code" ;;
 esac
 """
@@ -199,6 +203,54 @@ def test_a_stopped_process_is_killed_after_the_others(tree, codes):
     assert time.monotonic() - started < 20
     left = subprocess.run(["pgrep", "-f", str(tree)], capture_output=True, check=False)
     assert not left.stdout
+
+
+# Saves for a while after a signal, or has not yet begun to train.
+STAND_IN = """
+import os, pathlib, sys, time
+from jaxpipe.training.signals import stop_signals
+
+def touch(name):
+    pathlib.Path(name + os.environ["JAX_PROCESS_ID"]).touch()
+
+if sys.argv[1] == "starts":
+    touch("ready")
+    time.sleep(60)
+with stop_signals() as received:
+    touch("ready")
+    while not received:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    touch("saved")
+    sys.exit(128 + max(received))
+"""
+
+
+@pytest.mark.parametrize(
+    ("signalled", "phase", "saved"),
+    [("INT", "trains", 2), ("INT", "starts", 0), ("HUP", "trains", 2)],
+)
+def test_a_signal_of_the_terminal_stops_every_process_once(tree, signalled, phase, saved):
+    run(tree, "train.sh", "own.toml")
+    (tree / "stand_in.py").write_text(STAND_IN)
+    process = subprocess.Popen(
+        [tree / "launch" / "local_multiprocess.sh", "2", "own.toml"], cwd=tree,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        env={"PATH": "/usr/bin:/bin", "VERSION": "3.12.1", "PYTHONPATH": str(LAUNCH.parent),
+             "CODES": "stand-in stand-in", "STAND_IN": f"{sys.executable} stand_in.py {phase}"},
+    )  # fmt: skip
+    try:
+        while len(list(tree.glob("ready*"))) < 2:
+            assert process.poll() is None
+            time.sleep(0.02)
+        os.killpg(process.pid, getattr(signal, f"SIG{signalled}"))
+        assert process.wait(20) == (129 if signalled == "HUP" else 143)
+        assert len(list(tree.glob("saved*"))) == saved
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
