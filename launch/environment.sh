@@ -36,9 +36,14 @@ prepare() { # prepare EXTRA...: install jaxpipe into .venv with these extras and
         exit 1
     fi
     if command -v flock >/dev/null; then flock 9; fi
-    # Keep a .venv that the user created, with its packages.
-    if [ ! -e .venv/made-for ] && .venv/bin/python -c 'import pip' >/dev/null 2>&1; then
-        echo "$(usable_version .venv/bin/python) $PWD" >.venv/made-for
+    if [ -e .venv ] && [ ! -e .venv/made-for ]; then # the user created it: keep its packages
+        if [ -z "$version" ] || [ "$(usable_version .venv/bin/python)" != "$version" ] ||
+            ! .venv/bin/python -c 'import pip' >/dev/null 2>&1; then
+            echo "error: .venv is not jaxpipe's, and lacks pip or Python ${version:-3.11 to 3.13}:" \
+                "move it away." >&2
+            exit 1
+        fi
+        echo "$version $PWD" >.venv/made-for
     fi
     if ! is_made_for "$version"; then
         if [ -n "${JAXPIPE_PYTHON:-}" ]; then
@@ -54,6 +59,8 @@ prepare() { # prepare EXTRA...: install jaxpipe into .venv with these extras and
         fi
         echo "jaxpipe: making .venv with Python $version"
         rm -rf .venv
+        mkdir .venv
+        : >.venv/made-for # so that it is known as jaxpipe's if this is interrupted
         "$python" -m venv .venv
         echo "$version $PWD" >.venv/made-for
     fi

@@ -133,6 +133,36 @@ def test_an_environment_made_by_hand_is_kept(tree):
     assert run(tree, "train.sh", "own.toml", JAXPIPE_PYTHON="")[2] == ""
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("-c*) echo 29500", "-c*) exit 1"),
+        ('"$VERSION" ]', "'' ]"),
+        ('echo "$VERSION"', "echo 3.13.0"),
+    ],
+    ids=["without pip", "too old", "another version"],
+)
+def test_an_environment_made_by_hand_is_not_deleted(tree, ours, theirs):
+    own = tree / ".venv" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.write_text(PYTHON.replace(ours, theirs))
+    own.chmod(0o755)
+    code, _, errors = run(tree, "train.sh", "own.toml")
+    assert (code, own.exists()) == (1, True)
+    assert errors == (
+        "error: .venv is not jaxpipe's, and lacks pip or Python 3.12.1: move it away.\n"
+    )
+
+
+def test_an_environment_half_made_is_made_anew(tree):
+    python = tree.parent / "python"
+    python.write_text(PYTHON.replace("mkdir -p", "exit 1; mkdir"))
+    assert run(tree, "train.sh", "own.toml")[0] == 1
+    assert (tree / ".venv").exists()
+    python.write_text(PYTHON)
+    assert run(tree, "train.sh", "own.toml")[0] == 0
+
+
 def test_a_checkout_that_moved_is_made_anew(tree):
     run(tree, "train.sh", "own.toml")
     moved = tree.rename(tree.parent / "moved")
