@@ -179,7 +179,7 @@ def test_without_a_network_the_remedy_is_told_and_the_next_try_installs(tree):
     assert "-m pip install" in run(tree, "train.sh", "own.toml")[2]
 
 
-@pytest.mark.parametrize("script", ["train.sh", "plan.sh", "local_multiprocess.sh"])
+@pytest.mark.parametrize("script", ["train.sh", "plan.sh", "bench.sh", "local_multiprocess.sh"])
 def test_all_paths_are_meant_from_where_the_user_stands(tree, script):
     """CONFIG, run.dir and data.path alike: the command runs there, with unchanged arguments."""
     here = tree.parent / "elsewhere"
@@ -188,7 +188,7 @@ def test_all_paths_are_meant_from_where_the_user_stands(tree, script):
     several = ["1"] if script == "local_multiprocess.sh" else []
     code, said, errors = run(tree, script, *several, *words, cwd=here, CODES="0")
     assert code == 0, errors
-    name = "plan" if script == "plan.sh" else "train"
+    name = "train" if several else script.removesuffix(".sh")
     process = "0" if several else ""
     assert said.splitlines()[-1] == f"{here}: {process} -m jaxpipe.{name} {' '.join(words)}"
 
@@ -313,13 +313,15 @@ def test_a_number_of_processes_is_needed(tree, arguments):
     assert "usage: ./launch/local_multiprocess.sh [--restart] N CONFIG" in said
 
 
-REPORT = " -m jaxpipe.bench report --cpu --out out.json"
-
-
-def test_the_report_of_a_gpu_is_tried_without_one(tree):
-    code, said, _ = run(tree, "gpu_report.sh", "--cpu", "--out", "out.json")
+@pytest.mark.parametrize("out", [["--out", "out.json"], []], ids=str)
+def test_the_report_of_a_gpu_is_tried_without_one(tree, out):
+    """Into no file of GPU figures: `report` refuses to go without --out."""
+    code, said, _ = run(tree, "gpu_report.sh", "--cpu", *out)
     assert code == 0
-    assert said.splitlines()[-1] == f"{tree}: {REPORT}"
+    assert said.splitlines()[-1] == " ".join([f"{tree}:  -m jaxpipe.bench report --cpu", *out])
+
+
+def test_the_report_of_a_gpu_needs_one(tree):
     code, _, said = run(tree, "gpu_report.sh")
     assert code == 1
     assert said == (
