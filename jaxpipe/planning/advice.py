@@ -72,9 +72,10 @@ def _advise_on_bubble(config: Config, best: Estimate, bubble: float) -> str:
     m, pp = config.train.grad_accum_steps, config.parallel.pp
     if now <= bubble:
         return f"{label}: the bubble is {now:.1%} already."
+    most = max(64 * pp, 2 * m)  # of which the schedule is still built in seconds
     for _ in range(_TRIES):
         # Idle time hardly depends on M, so scale the work until idle time is the wanted share.
-        m = max(m + pp, math.ceil(m * now / (1 - now) * (1 - bubble) / bubble))
+        m = min(most, max(m + pp, math.ceil(m * now / (1 - now) * (1 - bubble) / bubble)))
         m = -(-m // pp) * pp
         train = replace(config.train, grad_accum_steps=m)
         longer = replace(config, train=train)
@@ -90,10 +91,10 @@ def _advise_on_bubble(config: Config, best: Estimate, bubble: float) -> str:
                 f"{best.report.bubble_scan:.1%} to {now:.1%}, for "
                 f"{result.bytes.total / 2**30:.1f} GiB a device."
             )
-        if m > 64 * pp:
+        if m >= most:
             break
     return (
-        f"{label}: more microbatches do not bring the bubble below {bubble:.1%} "
-        f"({now:.1%} with train.grad_accum_steps={m}): its ranks' stages differ, or the scan "
-        f"costs it; try parallel.layer_split or another schedule."
+        f"{label}: not even train.grad_accum_steps={m} brings the bubble below {bubble:.1%} "
+        f"({now:.1%}): its ranks' stages differ, or the scan costs it; try parallel.layer_split "
+        f"or another schedule."
     )

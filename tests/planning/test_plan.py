@@ -14,7 +14,7 @@ from jaxpipe.config.units import parse_bytes
 from jaxpipe.pipeline import POLICIES, Context, split_layer
 from jaxpipe.pipeline.stage import EmbedHeadFunction
 from jaxpipe.plan import main
-from jaxpipe.planning import Hardware, analytic, arrange, estimate, estimates
+from jaxpipe.planning import Hardware, advise, analytic, arrange, estimate, estimates
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.memory import ring_bytes
 from jaxpipe.schedule import BUILDERS, Lockstep, MemoryCosts, lower, peak_memory
@@ -250,6 +250,12 @@ def test_the_command_prints_draws_and_advises(capsys, tmp_path):
     assert "rank 1 | " in out
     assert "train.grad_accum_steps=" in out
     assert picture.read_text().startswith("<?xml")
+
+
+def test_a_bubble_out_of_reach_is_not_sought_with_ever_more_microbatches():
+    config, one = estimate_of("parallel.pp=2", "parallel.dp=1")
+    (sentence,) = advise(config, [one], memory=80e9, bubble=1e-3).sentences
+    assert "not even train.grad_accum_steps=128 brings the bubble below 0.1%" in sentence
 
 
 @pytest.mark.slow
