@@ -40,7 +40,7 @@ def join() -> None:
     device is first used.
 
     Raises:
-      ConfigError: one of the three variables is missing or is no number.
+      ConfigError: only some of the three variables are set, or one is no number.
       NotMetError: the other processes do not connect.
     """
     places = _places()
@@ -265,24 +265,20 @@ def leave(code: int, sentence: str) -> NoReturn:
 
 def _places() -> dict[str, Any] | None:
     """Arguments of `jax.distributed.initialize`; empty if jax finds them, None for one process."""
-    given = {name: os.environ.get(name) for name in _NAMES}
-    if given["JAX_COORDINATOR_ADDRESS"] is None:
+    given = [os.environ.get(name) for name in _NAMES]
+    if given == [None] * len(_NAMES):
         return {} if max(_tasks()) > 1 else None
     try:
-        count, index = (int(given[name] or "") for name in _NAMES[1:])
-        if not 0 <= index < count:
+        address, (count, index) = given[0], (int(number or "") for number in given[1:])
+        if not (address and 0 <= index < count):
             raise ValueError
     except ValueError:
         raise ConfigError(
-            f"JAX_COORDINATOR_ADDRESS={given[_NAMES[0]]} needs JAX_NUM_PROCESSES and "
-            f"JAX_PROCESS_ID below it, but they are {given[_NAMES[1]]} and {given[_NAMES[2]]}: set "
+            f"one of several processes needs JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and a "
+            f"JAX_PROCESS_ID below that, but they are {given[0]}, {given[1]} and {given[2]}: set "
             f"all three, or none."
         ) from None
-    return {
-        "coordinator_address": given[_NAMES[0]],
-        "num_processes": count,
-        "process_id": index,
-    }
+    return {"coordinator_address": address, "num_processes": count, "process_id": index}
 
 
 def _tasks() -> list[int]:

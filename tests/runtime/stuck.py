@@ -93,7 +93,7 @@ PLACES = {function.__name__: function for function in
 
 if __name__ == "__main__":
     process, place, way, *arguments = sys.argv[1:]
-    is_stuck = os.environ["JAX_PROCESS_ID"] == process
+    is_stuck = os.environ.get("JAX_PROCESS_ID", "0") == process
 
     def stuck():
         if is_stuck:

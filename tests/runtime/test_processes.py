@@ -211,15 +211,17 @@ def test_processes_that_differ_do_not_begin(tmp_path, differs, part):
 
 
 @pytest.mark.parametrize(
-    ("count", "index"), [(None, "0"), ("2", None), ("two", "0"), ("2", "2"), ("2", "-1")]
-)
-def test_half_an_environment_is_one_sentence(monkeypatch, count, index):
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
-    for name, value in (("JAX_NUM_PROCESSES", count), ("JAX_PROCESS_ID", index)):
+    "given",
+    [("a:1", None, "0"), ("a:1", "2", None), ("a:1", "two", "0"), ("a:1", "2", "2"),
+     ("a:1", "2", "-1"), (None, "4", "1"), (None, None, "1"), ("", "4", "1")],
+)  # fmt: skip
+def test_half_an_environment_is_one_sentence(monkeypatch, given):
+    for name, value in zip(processes._NAMES, given):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"they are {count} and {index}: set all three, or none"):
+    address, count, index = given
+    with pytest.raises(ConfigError, match=f"are {address}, {count} and {index}: set all three, or"):
         processes.started()
 
 

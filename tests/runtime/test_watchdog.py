@@ -135,7 +135,7 @@ def test_a_single_process(tmp_path):
     at = line.index("-m")
     line[at : at + 2] = [SCRIPT, "0", "in_data", "sleeps"]
     note = str(tmp_path / "stuck-since")
-    ((code, output),) = ends([start(line, {"JAX_PROCESS_ID": "0", "STUCK_SINCE": note})])
+    ((code, output),) = ends([start(line, {"STUCK_SINCE": note})])
     assert code == CODE, output
     assert "process 0" in output
     assert "loading a batch (step 5)" in output
