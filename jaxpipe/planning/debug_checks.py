@@ -6,8 +6,6 @@ from jaxpipe.config import Config, ConfigError
 def check_debug(config: Config) -> None:
     """Raise `ConfigError` if the ticks or pipeline ranks to print do not exist.
 
-    `debug.ticks` and `debug.pp_ranks` need `debug.print_messages`.
-
     `debug.ticks` must be two numbers, the first tick and the last, in this order and from 0 on.
 
     `debug.pp_ranks` must be in 0 to `parallel.pp` - 1.
@@ -15,13 +13,6 @@ def check_debug(config: Config) -> None:
     `debug.print_messages` needs a `parallel.pp` above 1.
     """
     debug, pp = config.debug, config.parallel.pp
-    ranges = {"debug.ticks": debug.ticks, "debug.pp_ranks": debug.pp_ranks}
-    for name, values in ranges.items():
-        if values and not debug.print_messages:
-            raise ConfigError(
-                f"{name}={list(values)} says what debug.print_messages prints, but that is false: "
-                f"set it, or leave {name} out."
-            )
     if debug.ticks and not (len(debug.ticks) == 2 and 0 <= debug.ticks[0] <= debug.ticks[1]):
         raise ConfigError(
             f"debug.ticks={list(debug.ticks)} must be the first and the last tick to print, such "

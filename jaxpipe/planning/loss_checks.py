@@ -1,17 +1,15 @@
 """Rules of losses other than cross-entropy."""
 
-from jaxpipe.config import Config, ConfigError, PreferenceConfig, is_custom
+from jaxpipe.config import Config, ConfigError, is_custom
 
 
 def _check_loss(config: Config) -> None:
-    """Raise `ConfigError` if there is no such loss, or settings of losses have no use.
+    """Raise `ConfigError` if there is no such loss, or its rows are read by none.
 
     `train.loss` must be `cross_entropy`, `dpo`, or `module:function` with a function of `(logprobs,
     rows)` as `jaxpipe/model/objective.py` defines it.
 
     `train.loss_rows` needs a `train.loss` of your own.
-
-    `preference.beta` and `preference.label_smoothing` need `train.loss='dpo'`.
     """
     train, loss = config.train, config.train.loss
     if loss not in ("cross_entropy", "dpo") and not is_custom(loss):
@@ -23,11 +21,6 @@ def _check_loss(config: Config) -> None:
         raise ConfigError(
             f"train.loss_rows={list(train.loss_rows)} are read by a loss of your own, but "
             f"train.loss={loss!r}: name it as 'module:function', or leave loss_rows out."
-        )
-    if config.preference != PreferenceConfig() and not config.reads_pairs:
-        raise ConfigError(
-            f"[preference] is of train.loss='dpo', but train.loss={loss!r}: set it, or leave "
-            f"[preference] out."
         )
 
 

@@ -13,8 +13,6 @@ def _check_optimizer(config: Config) -> None:
     `(learning_rate, config)` that returns an `optax.GradientTransformation` which updates every
     parameter by itself.
 
-    `optimizer.muon_lr` needs `optimizer.name='muon'`.
-
     `optimizer.name='schedule_free'` needs `optimizer.decay='constant'` and an `optimizer.beta1`
     above 0.
     """
@@ -28,11 +26,6 @@ def _check_optimizer(config: Config) -> None:
         layers = tuple(kind.parameters.shapes for kind in costs.kinds.values())
         params = {"embed_head": costs.ends.shapes, "layers": layers}
         check_independent(optimizer.name, custom, params)
-    if optimizer.muon_lr and optimizer.name != "muon":
-        raise ConfigError(
-            f"optimizer.muon_lr={optimizer.muon_lr} is read only with optimizer.name='muon', but "
-            f"it is {optimizer.name!r}: leave muon_lr out."
-        )
     free = optimizer.name == "schedule_free"
     if free and (optimizer.decay != "constant" or not optimizer.beta1):
         raise ConfigError(
@@ -86,19 +79,12 @@ def _check_start(config: Config) -> None:
 def _check_spikes(config: Config) -> None:
     """Raise `ConfigError` if a run could not roll back after loss spikes.
 
-    `train.spike_rollbacks` needs a `train.spike_sigma` above 0.
-
     `train.spike_rollbacks` needs `checkpoint.every` x (`checkpoint.keep` - 1) to be at least
     `train.spike_limit`, and above 0, so that a checkpoint from before the spikes is kept.
     """
     train, checkpoint = config.train, config.checkpoint
     if not train.spike_rollbacks:
         return
-    if not train.spike_sigma:
-        raise ConfigError(
-            f"train.spike_rollbacks={train.spike_rollbacks} with train.spike_sigma=0: no step is a "
-            f"spike; set spike_sigma (6 is usual), or leave spike_rollbacks out."
-        )
     if checkpoint.every * (checkpoint.keep - 1) < max(train.spike_limit, 1):
         raise ConfigError(
             f"train.spike_rollbacks={train.spike_rollbacks} need a checkpoint from before the "

@@ -144,6 +144,7 @@ def _smaller_step(train: TrainConfig, parallel: ParallelConfig) -> TrainConfig:
         fused_steps=1,
         offload_layers=min(train.offload_layers, 1),
         corruption_check_every=0,
+        on_corruption="stop",
     )
 
 

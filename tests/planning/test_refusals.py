@@ -205,7 +205,18 @@ def test_load_rejects(overrides, message):
             "parallel.schedule='interleaved_1f1b' with parallel.virtual_stages=1: .* use 2 or more",
         ),
         (["parallel.reshard_after_forward=true"], "needs parallel.zero_stage=3, but it is 1"),
-        (["optimizer.muon_lr=0.1"], "is read only with optimizer.name='muon', but it is 'adamw'"),
+        (["optimizer.muon_lr=0.1"], "only with optimizer.name='muon', but .*'adamw'"),
+        (
+            ["lora.targets=['wq']"],
+            r"=\('wq',\) is read only with lora.rank, but lora.rank is 0: set",
+        ),
+        (
+            ["train.spike_limit=4"],
+            "is read only with train.spike_sigma, but train.spike_sigma is 0.0",
+        ),
+        (["train.on_corruption=warn"], "is read only with train.corruption_check_every, but"),
+        (["train.evaluate_limit=5"], "is read only with train.evaluate_every, but .* is 0: set"),
+        (["log.profile_steps=5"], "log.profile_steps=5 is read only with log.profile_start, but"),
         (["optimizer.name=schedule_free"], "but optimizer.decay='cosine' and .*decay=constant"),
         (
             ["optimizer.name=schedule_free", "optimizer.decay=constant", "optimizer.beta1=0"],

@@ -150,7 +150,7 @@ def test_steps_without_an_update(more):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["debug.ticks=[0,1]"], "debug.print_messages prints, but that is false"),
+        (["debug.ticks=[0,1]"], "is read only with debug.print_messages, but"),
         (["debug.print_messages=true", "debug.ticks=[3]"], "must be the first and the last tick"),
         (["debug.print_messages=true", "debug.ticks=[3,1]"], "must be the first and the last"),
         (["debug.print_messages=true", "debug.ticks=[-1,1]"], "must be the first and the last"),

@@ -144,7 +144,7 @@ MEAN = "import jax.numpy as jnp\ndef loss(logprobs, rows):\n    "
         (MEAN + "return -logprobs.sum(), 1, {'loss': 1.0}", (), "has a metric 'loss'"),
         ("loss = 1", (), "has no function 'loss'"),
         (MODULE, ("parallel.cp=2",), "excludes parallel.cp=2"),
-        (MODULE, ("preference.beta=0.2",), "is of train.loss='dpo'"),
+        (MODULE, ("preference.beta=0.2",), "is read only with train.loss='dpo'"),
         ("", ("train.loss=ppo",), "is no loss: choose cross_entropy, dpo"),
         ("", ("train.loss=dpo", "train.microbatch_size=3"), "give an even number"),
         ("", ("train.loss=dpo",), "data.source='stdlib', which has no pairs"),

@@ -196,7 +196,7 @@ def test_a_spike_between_steps_that_are_not_finite_does_not_end_their_series(tmp
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["train.spike_rollbacks=1"], "with train.spike_sigma=0: no step is a spike"),
+        (["train.spike_rollbacks=1"], "is read only with train.spike_sigma, but"),
         (
             ["train.spike_rollbacks=1", "train.spike_sigma=6", "checkpoint.keep=2"],
             "checkpoint.every=4 and checkpoint.keep=2 keep none that is train.spike_limit=8",

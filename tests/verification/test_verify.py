@@ -148,15 +148,19 @@ def test_every_fault_is_noticed(path, name):
 
 
 def test_a_mesh_of_many_devices_shrinks_and_says_so(path):
-    config = configs.load(
-        path, ["parallel.pp=4", "parallel.dp=8", "parallel.cp=4", "train.compute_dtype=bfloat16"]
-    )
-    smaller = shrink(config)
+    mesh = ["parallel.pp=4", "parallel.dp=8", "parallel.cp=4"]
+    checks = ["train.deterministic=true", "train.corruption_check_every=2"]
+    how = ["train.compute_dtype=bfloat16", *checks, "train.on_corruption=warn"]
+    smaller = shrink(configs.load(path, [*mesh, *how]))
+    check_settings(smaller.config)
     assert (smaller.config.parallel.mesh, smaller.config.model.n_layers) == (
         "pp=2 dp=4 cp=2 (gather) tp=1", 2,
     )  # fmt: skip
     assert "parallel.pp: 2 instead of 4" in smaller.changes
-    assert smaller.unchecked == ("train.compute_dtype='bfloat16': computed in float64 instead",)
+    assert smaller.unchecked == (
+        "train.compute_dtype='bfloat16': computed in float64 instead",
+        "train.corruption_check_every: it repeats steps and changes none",
+    )
 
 
 @pytest.mark.parametrize(
