@@ -38,7 +38,8 @@ def _check_optimizer(config: Config) -> None:
 def _check_start(config: Config) -> None:
     """Raise `ConfigError` if settings do not fit the checkpoint that a run starts from.
 
-    `checkpoint.exclude` needs the path of a checkpoint as `checkpoint.resume`.
+    `checkpoint.exclude` and `checkpoint.parameters_only` need the path of a checkpoint as
+    `checkpoint.resume`.
 
     `checkpoint.local_every` and `checkpoint.local_dir` need each other.
 
@@ -55,12 +56,13 @@ def _check_start(config: Config) -> None:
             f"steps between saves (checkpoint.every, or train.steps): an export is made of a "
             f"checkpoint; change one of them."
         )
-    if checkpoint.exclude and checkpoint.resume in ("auto", "none"):
-        raise ConfigError(
-            f"checkpoint.exclude={list(checkpoint.exclude)} is of the checkpoint that "
-            f"checkpoint.resume names, but that is {checkpoint.resume!r}: give its path, or leave "
-            f"exclude out."
-        )
+    for name in ("exclude", "parameters_only"):
+        value = getattr(checkpoint, name)
+        if value and checkpoint.resume in ("auto", "none"):
+            raise ConfigError(
+                f"checkpoint.{name}={value} is of the checkpoint that checkpoint.resume names, but "
+                f"that is {checkpoint.resume!r}: give its path, or leave {name} out."
+            )
     if bool(checkpoint.local_every) != bool(checkpoint.local_dir):
         raise ConfigError(
             f"checkpoint.local_every={checkpoint.local_every} with checkpoint.local_dir="

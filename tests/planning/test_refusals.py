@@ -216,6 +216,10 @@ def test_load_rejects(overrides, message):
         ),
         (["train.on_corruption=warn"], "is read only with train.corruption_check_every, but"),
         (["train.evaluate_limit=5"], "is read only with train.evaluate_every, but .* is 0: set"),
+        (
+            ["checkpoint.parameters_only=true"],
+            "that is 'auto': give its path, or leave parameters_o",
+        ),
         (["log.profile_steps=5"], "log.profile_steps=5 is read only with log.profile_start, but"),
         (["optimizer.name=schedule_free"], "but optimizer.decay='cosine' and .*decay=constant"),
         (
