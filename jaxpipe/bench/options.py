@@ -1,6 +1,7 @@
 """Arguments, early checks and output that the bench commands share."""
 
 import argparse
+import os
 import platform
 import shutil
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 def add_config(parser: argparse.ArgumentParser, example: str) -> None:
     """Add the arguments for a configuration and its overrides; `example` is shown in the help."""
     parser.add_argument("config", help=f"a TOML file, such as {example}")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +45,9 @@ def check_torch(python: str | None) -> None:
 
 
 def check_out(path: Path | None) -> None:
-    """Raise `ConfigError` if the folder of the results is missing, before anything is measured."""
-    if path and not path.parent.is_dir():
-        raise ConfigError(f"--out {path} cannot be written: its folder is missing.")
+    """Raise `ConfigError` if the results cannot be written, before anything is measured."""
+    if path and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise ConfigError(f"--out {path} cannot be written: its folder is missing or read-only.")
 
 
 def check_positive(**counts: int) -> None:

@@ -1,10 +1,12 @@
 """Rules of low-rank adapters."""
 
-from jaxpipe.config import Config
+from jaxpipe.config import Config, ConfigError
 
 
 def check_lora(config: Config) -> None:
     """Raise `ConfigError` if a model cannot have adapters, or not those adapters.
+
+    `lora.rank` must be at most `model.d_model`.
 
     `lora.targets` may only name weights that the model's layers have.
 
@@ -14,7 +16,13 @@ def check_lora(config: Config) -> None:
     `lora.targets` without `wk` and `wv` are needed where `model.n_kv_heads` is no multiple of
     `parallel.tp`.
     """
-    if not config.lora.rank:
+    rank, width = config.lora.rank, config.model.d_model
+    if rank > width:
+        raise ConfigError(
+            f"lora.rank={rank} exceeds model.d_model={width}, and so the rank of every weight: "
+            f"lower it."
+        )
+    if not rank:
         return
     from jaxpipe.planning.model import model_of  # needs jax
 

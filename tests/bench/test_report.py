@@ -16,6 +16,7 @@ from jaxpipe import config as configs
 from jaxpipe.bench import __main__ as command
 from jaxpipe.bench import correct, report
 from jaxpipe.bench.items import MODEL, Item, list_items
+from jaxpipe.bench.options import check_out
 
 ROOT = Path(__file__).parents[2]
 STEP = {
@@ -139,6 +140,12 @@ def test_bad_input_is_one_sentence(words, message, tmp_path, monkeypatch, capsys
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(configs.ConfigError, match="its folder is missing or read-only"):
+        check_out(Path("report.json"))
 
 
 def test_each_kind_of_finding_has_its_words():
