@@ -32,7 +32,7 @@ from rich.console import Console
 
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.config.arguments import parse, parser_of
+from jaxpipe.config.arguments import parse, parser_of, string_override
 from jaxpipe.config.paths import local_path
 from jaxpipe.config.units import parse_bytes
 from jaxpipe.data.packing_estimate import PackingEstimate, estimate_packing
@@ -212,7 +212,7 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
 def _plan(arguments: argparse.Namespace) -> int:
     overrides = arguments.overrides
     if arguments.costs:
-        overrides = [*overrides, f"parallel.costs={arguments.costs}"]
+        overrides = [*overrides, string_override("parallel.costs", arguments.costs)]
     if len(arguments.devices or ()) > 1 or arguments.schedules:
         raise ConfigError("several --devices and --schedules are for --check-gpu: leave them out.")
     config = configs.load(arguments.config, overrides)
@@ -255,10 +255,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         drawn = draw_timeline(run.schedule, run.lockstep)
         print(drawn, file=sys.stderr if arguments.json else None)
     if arguments.picture:
-        draw_figure(
-            run.schedule, arguments.picture,
-            costs=run.costs, lockstep=run.lockstep,
-        )  # fmt: skip
+        with _writing("--picture", arguments.picture):
+            draw_figure(
+                run.schedule, arguments.picture,
+                costs=run.costs, lockstep=run.lockstep,
+            )  # fmt: skip
         print(f"drew {shown.label} to {arguments.picture}", file=sys.stderr)
     if arguments.html:
         write_plan_page(plan, arguments.html, Path(arguments.config).stem, shown.label)
@@ -327,16 +328,22 @@ def _write(config: Config, shown: Estimate, path: Path) -> None:
     """Write each rank's order of actions, and print the settings that run it as planned."""
     if path.suffix not in (".csv", ".json"):
         raise ConfigError(f"--write {path}: give a name that ends in .csv or .json.")
-    try:
+    with _writing("--write", path):
         write_schedule(shown.plan.schedule, path)
-    except OSError as error:
-        raise ConfigError(f"--write {path} cannot be written ({error.strerror}).") from error
     named = {"schedule": "custom", "schedule_file": path, "virtual_stages": 0, "breadth": 0}
     lockstep = shown.plan.lockstep
     named |= {"in_flight": lockstep.in_flight or 0, "vocab_parallel_pp": lockstep.vocab_parallel}
     changes = {k: v for k, v in named.items() if getattr(config.parallel, k) != v}
     how = " ".join(f"parallel.{key}={_as_toml(value)}" for key, value in changes.items())
     print(f"wrote {shown.label}; to run it: {how}", file=sys.stderr)
+
+
+@contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be written ({error.strerror}).") from error
 
 
 def _as_toml(value: Any) -> str:

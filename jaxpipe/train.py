@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError, first_line
-from jaxpipe.config.arguments import parse, parser_of
+from jaxpipe.config.arguments import parse, parser_of, string_override
 from jaxpipe.config.paths import any_path, local_path
 from jaxpipe.planning import Devices, resolve_on_fewer
 from jaxpipe.planning.checks import check_settings
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(parser, argv)
         overrides = arguments.overrides
         if arguments.resume is not None:
-            overrides = [*overrides, f"checkpoint.resume={arguments.resume}"]
+            overrides = [*overrides, string_override("checkpoint.resume", arguments.resume)]
         config = configs.load(arguments.config, overrides)
         if arguments.print_config:
             print(configs.to_toml(config), end="")

@@ -1,6 +1,7 @@
 """The command line shared by commands that take a configuration: its parser and its errors."""
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import get_type_hints
@@ -44,7 +45,9 @@ def parser_of(
         parser.add_argument(name, type=any_path, metavar=name.upper(), help=what)
     if not paths:
         parser.add_argument("config", metavar="CONFIG", help=f"a TOML file, such as {example}")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=SETTINGS)
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help=SETTINGS
+    )
     return parser
 
 
@@ -60,6 +63,11 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
         word = unknown[0]
         raise ConfigError(f"{word} is no option of this command{_meant(word, argv)}.")
     return arguments
+
+
+def string_override(key: str, text: str) -> str:
+    """The override that sets a string, also one that is a number or a date in TOML."""
+    return f"{key}={json.dumps(text, ensure_ascii=False)}"
 
 
 def _meant(word: str, argv: Sequence[str]) -> str:

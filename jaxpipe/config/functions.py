@@ -19,6 +19,8 @@ def load_function(setting: str, name: str, arguments: str) -> Callable[..., Any]
     """
     module, _, function = name.partition(":")
     where = f"{setting}={name!r}"
+    if not module:
+        raise ConfigError(f"{where} names no module: give it as module:function.")
     try:
         found = getattr(import_module(module), function, None)
     except Exception as error:  # a module may raise anything while it is imported

@@ -68,12 +68,12 @@ def any_path(text: str) -> str:
 def _local_fault(text: str) -> str:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
         return "is a URL, but this is read and written on a disk only: give a path on this machine"
-    return _null_fault(text)
+    return _text_fault(text)
 
 
 def _fault(text: str, schemes: Iterable[str] | None) -> str:
     """What is wrong with a path that may be an address; "" if nothing is."""
-    if fault := _null_fault(text):
+    if fault := _text_fault(text):
         return fault
     if not is_address(text):
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
@@ -107,5 +107,9 @@ def _missing_package(scheme: str) -> str:
     return ""
 
 
-def _null_fault(text: str) -> str:
-    return "has a null character, which no path has: leave it out" if "\0" in text else ""
+def _text_fault(text: str) -> str:
+    if "\0" in text:
+        return "has a null character, which no path has: leave it out"
+    if re.search("[\ud800-\udfff]", text):  # Python's stand-ins for such bytes of a command line
+        return "has bytes that are no UTF-8, as files of a run are: rename it"
+    return ""

@@ -147,7 +147,7 @@ def _sections(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The record class of every section; that of `[model]` depends on the family."""
     model = tree.get("model")
     name = (model if isinstance(model, Mapping) else {}).get("family", ModelConfig.DEFAULT)
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(f"unknown model.family={name!r}: use one of {', '.join(FAMILIES)}.")
     return get_type_hints(Config) | {"model": FAMILIES[name].config}
 
@@ -274,4 +274,8 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
         expected = rule.partition(", got ")[0]  # "Expected `int` >= 1"
         for index, name in re.findall(r"\[(\d+)\]|\.(\w+)", place):
             value = value[int(index)] if index else value[name]
-        raise ConfigError(f"{key}{place[:-1]}: {expected.lower()}, got {value!r}.") from error
+        unquoted = expected == "Expected `str`" and not isinstance(value, list | dict)
+        remedy = """: quote it, in a shell as '"..."'""" if unquoted else ""
+        raise ConfigError(
+            f"{key}{place[:-1]}: {expected.lower()}, got {value!r}{remedy}."
+        ) from error

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -87,9 +88,29 @@ def test_addresses_are_refused_elsewhere_too(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_path_has_no_null_character():
-    with pytest.raises(ConfigError, match="null character"):
-        load(CONFIG, [r'run.dir="a\u0000b"'])
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [(r'"a\u0000b"', "null character"), ("a\udcff", "bytes that are no UTF-8")],
+)
+def test_a_path_is_text(path, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        load(CONFIG, [f"run.dir={path}"])
+
+
+@pytest.mark.parametrize("command", [train, plan, profile])
+def test_settings_are_not_required(command, capsys):
+    with pytest.raises(SystemExit):
+        command.main([])
+    assert capsys.readouterr().err.endswith("arguments are required: CONFIG\n")
+
+
+@pytest.mark.parametrize("path", ["2026-11-26", "2024", 'a"😀'])
+def test_a_path_of_an_option_is_no_value_of_toml(path, capsys):
+    assert train.main([CONFIG, "--resume", path, "--print-config"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["checkpoint"]["resume"] == path
+    assert f"cannot read op seconds from {path}" in _refused(
+        plan, [CONFIG, "--costs", path], capsys
+    )
 
 
 def test_a_config_with_a_byte_order_mark_or_windows_ends_is_read(tmp_path):

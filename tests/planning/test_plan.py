@@ -306,6 +306,7 @@ def test_measured_seconds_replace_the_computed(capsys, tmp_path):
         (["parallel.dp=-1", "--devices", "9"], "parallel.dp=-1 takes all 9 devices"),
         (["parallel.tp=3"], "must be a multiple of parallel.tp=3"),
         (["--picture", "plan.gif"], r"\.svg"),
+        (["--picture", "nowhere/a.svg"], "--picture nowhere/a.svg cannot be written (No such file"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, message, capsys):

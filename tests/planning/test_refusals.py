@@ -72,6 +72,11 @@ FUSED_RING = (
         (["model.preset=[1]"], "model.preset: expected `str`, got \\[1\\]"),
         (["train.seed=-1"], "train.seed: expected `int` >= 0"),
         (["data.heldout_fraction=1.0"], "data.heldout_fraction: expected `float` < 1.0"),
+        (["model.family=['llama']"], r"unknown model.family=\['llama'\]: use one of llama, "),
+        (
+            ["run.dir=2026-11-26"],
+            r"expected `str`, got datetime.date.*: quote it, in a shell as '\"",
+        ),
         (["model.preset=gpt5"], "unknown model.preset='gpt5': use one of llama3_8b"),
         (["log.progress=1"], "log.progress: expected `bool`, got 1"),
     ],
@@ -206,6 +211,11 @@ def test_load_rejects(overrides, message):
         ),
         (["parallel.reshard_after_forward=true"], "needs parallel.zero_stage=3, but it is 1"),
         (["optimizer.muon_lr=0.1"], "only with optimizer.name='muon', but .*'adamw'"),
+        (
+            ["lora.rank=65"],
+            "lora.rank=65 exceeds model.d_model=64, and so the rank of every weight",
+        ),
+        (["optimizer.name=:"], "optimizer.name=':' names no module: give it as module:function"),
         (
             ["lora.targets=['wq']"],
             r"=\('wq',\) is read only with lora.rank, but lora.rank is 0: set",
