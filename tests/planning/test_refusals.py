@@ -217,10 +217,6 @@ def test_load_rejects(overrides, message):
         ),
         (["optimizer.name=:"], "optimizer.name=':' names no module: give it as module:function"),
         (
-            ["lora.targets=['wq']"],
-            r"=\('wq',\) is read only with lora.rank, but lora.rank is 0: set",
-        ),
-        (
             ["train.spike_limit=4"],
             "is read only with train.spike_sigma, but train.spike_sigma is 0.0",
         ),

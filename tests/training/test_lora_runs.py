@@ -203,7 +203,7 @@ def test_the_plan_counts_no_gradient_of_frozen_parameters(zero_stage):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (("lora.dropout=0.1",), "lora.dropout=0.1 with lora.rank=0"),
+        (("lora.dropout=0.1",), "lora.dropout=0.1 is read only with lora.rank"),
         ((*LORA, 'lora.targets=["wz"]'), "lora.targets has 'wz', but the weights"),
         ((*LORA, "parallel.tp=4"), "parallel.tp=4 must divide model.n_kv_heads"),
     ],
