@@ -1,13 +1,16 @@
 """Initial parameters: the same numbers on every mesh, drawn by every device for its own shards."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxpipe.model.family import Model
-from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding, StageLayout
+from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding, Sharding, StageLayout
 
 Tree = Any
 
@@ -19,37 +22,53 @@ def full_parameters(model: Model, layout: StageLayout, seed: int) -> Tree:
     return {"embed_head": model.init_embed_head(key), "layers": layout.stack(layers)}
 
 
-def parameters_on_rank(model: Model, layout: StageLayout, seed: int, stored: Tree) -> Tree:
-    """This device's shards of the parameters, drawn in full; for use within `jax.shard_map`.
+def sharded_parameters(
+    model: Model, layout: StageLayout, seed: int, sharding: Sharding, like: Tree
+) -> Tree:
+    """The stage-stacked parameters on the mesh, of the shapes and dtypes of `like`.
 
-    `stored` is the tree of `ParamSharding` of the stage-stacked parameters.
+    Every device draws a parameter in full before it takes its shard. XLA needs seconds to compile
+    the draws of a few layers, so there is one program for all runs of the same kind and length.
     """
-    key, rank = jax.random.key(seed), jax.lax.axis_index(PP)
-
+    stored = sharding.param_shardings(like)
     table = [[-1 if layer is None else layer for layer in row] for row in layout.layer_table]
-    here = jnp.asarray(table)[rank]
+    programs: dict[tuple[str, int], Callable[[np.ndarray], Tree]] = {}
 
-    def layer(index: jax.Array, kind: str, stored: Tree) -> Tree:
-        def own_shard(how: ParamSharding, leaf: jax.Array) -> jax.Array:
-            return how.shard(jnp.where(index >= 0, leaf, 0), {TP, *REPLICA_AXES})
+    def compiled(draw: Callable[..., Tree], stored: Tree) -> Callable[..., Tree]:
+        specs = jax.tree.map(lambda how: how.partition_spec, stored)
+        mapped = jax.shard_map(
+            draw, mesh=sharding.mesh, in_specs=PartitionSpec(), out_specs=specs, check_vma=False
+        )
+        return jax.jit(mapped)
 
-        return jax.tree.map(own_shard, stored, model.init_layer(key, index, kind))
+    def embed_head() -> Tree:
+        return jax.tree.map(
+            lambda how, leaf, like: how.shard(leaf, {TP, PP, *REPLICA_AXES}).astype(like.dtype),
+            stored["embed_head"], model.init_embed_head(jax.random.key(seed)), like["embed_head"],
+        )  # fmt: skip
 
-    def run(slots: range, stored: Tree) -> Tree:
+    def run(slots: range, stored: Tree, like: Tree) -> Tree:
         kind = layout.slot_kinds[slots.start]
-        how = jax.tree.map(lambda leaf: leaf.without_leading_axis, stored)
-        if len(slots) == 1:
-            own = layer(here[slots.start], kind, how)
-        else:
-            alone = jax.tree.map(lambda leaf: leaf.without_leading_axis, how)
-            own = lax.map(lambda index: layer(index, kind, alone), here[slots.start : slots.stop])
-        return jax.tree.map(lambda leaf: leaf[None], own)
+
+        def layer(index: jax.Array) -> Tree:
+            def own_shard(how: ParamSharding, leaf: jax.Array, like: Any) -> jax.Array:
+                how = how.without_leading_axis
+                how = how.without_leading_axis if len(slots) > 1 else how
+                leaf = how.shard(jnp.where(index >= 0, leaf, 0), {TP, *REPLICA_AXES})
+                return leaf.astype(like.dtype)
+
+            drawn = model.init_layer(jax.random.key(seed), index, kind)
+            return jax.tree.map(own_shard, stored, drawn, like)
+
+        def on_rank(layers: jax.Array) -> Tree:
+            here = layers[lax.axis_index(PP)]
+            own = lax.map(layer, here) if len(slots) > 1 else layer(here[0])
+            return jax.tree.map(lambda leaf: leaf[None], own)
+
+        program = programs.setdefault((kind, len(slots)), compiled(on_rank, stored))
+        return program(np.asarray(table, np.int32)[:, slots.start : slots.stop])
 
     return {
-        "embed_head": jax.tree.map(
-            lambda leaf, s: s.shard(leaf, {TP, PP, *REPLICA_AXES}),
-            model.init_embed_head(key),
-            stored["embed_head"],
-        ),
-        "layers": tuple(map(run, layout.runs, stored["layers"])),
+        "embed_head": compiled(embed_head, stored["embed_head"])(),
+        "layers": tuple(map(run, layout.runs, stored["layers"], like["layers"])),
     }

@@ -27,7 +27,7 @@ from jaxpipe.runtime import compiler
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import moments
 from jaxpipe.training.batch_sharder import BatchSharder
-from jaxpipe.training.initial import full_parameters, parameters_on_rank
+from jaxpipe.training.initial import full_parameters, sharded_parameters
 from jaxpipe.training.rates import Rates, losses_of, step_metrics
 from jaxpipe.training.state import State
 from jaxpipe.training.step_guard import StepGuard
@@ -162,11 +162,9 @@ class Trainer:
 
     def init_parameters(self) -> Tree:
         """The initial parameters, in stage-stacked form."""
-        specs = self.sharding.partition_specs(self.state_shapes.params)
-        initial = jax.shard_map(
-            self._init_on_rank, mesh=self.mesh, in_specs=(), out_specs=specs, check_vma=False
+        return sharded_parameters(
+            self.model, self.layout, self.config.train.seed, self.sharding, self.state_shapes.params
         )
-        return jax.jit(lambda: self.sharding.cast_frozen(initial(), self.execution.compute_dtype))()
 
     def fresh(self, params: Tree) -> State:
         """The state of step 0 with these stage-stacked parameters, which are donated."""
@@ -330,7 +328,3 @@ class Trainer:
         params = full_parameters(self.model, self.layout, self.config.train.seed)
         params = self.sharding.cast_frozen(params, self.execution.compute_dtype)
         return self.unplaced(self.sharding.pad(params))
-
-    def _init_on_rank(self) -> Tree:
-        stored = self.sharding.param_shardings(self.state_shapes.params)
-        return parameters_on_rank(self.model, self.layout, self.config.train.seed, stored)
