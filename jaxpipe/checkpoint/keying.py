@@ -7,9 +7,9 @@ the devices of its new pipeline rank. Padding, which depends on the number of sh
 disk.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -25,6 +25,8 @@ from jaxpipe.pipeline.buffers import to_device
 
 Tree = Any
 Index = tuple[int, ...]  # of a layer in the arrays of its run (`place_of`); (): of no layer
+Specs = tuple[PartitionSpec, ...]
+GroupFunction = Callable[[Sequence[Any], Specs], list[jax.Array]]
 LeafFunction = Callable[
     [Any, ParamSharding, Index], Any
 ]  # maps (leaf, the layer's ParamSharding, its index in the leaf) to the keyed leaf
@@ -56,11 +58,17 @@ class StateKeying:
 
     def to_keyed(self, state: Tree) -> Tree:
         """The state in keyed form, without padding, ready to be saved."""
-        return self._map(state, self._remove_padding, lambda leaf: leaf)
+        unpadded = ParamSharding(())
+        stored = self._map(state, lambda leaf, stored, index: stored, lambda leaf: unpadded)
+        return jax.tree.map(self._remove_padding, self.to_padded_keyed(state), stored)
 
     def to_padded_keyed(self, state: Tree) -> Tree:
         """The state in keyed form with this layout's padding, as a restore returns it."""
-        return self._map(state, self._take_row, lambda leaf: leaf)
+        return jax.tree.map(
+            lambda node: self._split_tree(node) if is_stage_stacked(node) else node,
+            state,
+            is_leaf=is_stage_stacked,
+        )
 
     def keyed_shapes(self, state: Tree) -> Tree:
         """Shapes and dtypes of `to_keyed(state)`; `state` may hold arrays or shapes."""
@@ -80,7 +88,9 @@ class StateKeying:
         return self._map(
             state,
             lambda leaf, stored, index: _restore_args(
-                leaf.shape[len(index) :], leaf.dtype, self._rank_sharding(stored, index)
+                leaf.shape[len(index) :],
+                leaf.dtype,
+                self._rank_sharding(stored.partition_spec, index),
             ),
             lambda leaf: _restore_args(
                 leaf.shape, leaf.dtype, NamedSharding(self.mesh, PartitionSpec())
@@ -90,8 +100,8 @@ class StateKeying:
     def to_stage_stacked(self, keyed: Tree, like: Tree) -> Tree:
         """Convert `keyed` to stage-stacked form; `like` is the state or its shapes in that form.
 
-        The layers of `keyed` are deleted leaf by leaf, so that the two forms never exist in full at
-        the same time.
+        The layers of `keyed` are deleted slot by slot, those of a longer run leaf by leaf, so that
+        the two forms never exist in full at the same time.
         """
         spots, structure = jax.tree.flatten(like, is_leaf=is_stage_stacked)
         parts = structure.flatten_up_to(keyed)
@@ -128,61 +138,68 @@ class StateKeying:
             "layers": {str(i): layer(i) for i in range(self.layout.layers)},
         }
 
+    def _split_tree(self, tree: Tree) -> Tree:
+        """A stage-stacked tree in keyed form: every layer on its pipeline rank's devices."""
+        specs, layers = self.sharding.partition_specs(tree)["layers"], {}
+        for number, run in enumerate(tree["layers"]):
+            leaves, structure = jax.tree.flatten(run)
+            own, rows = self.layout.layers_of(number), {}
+            for place in {index[1:] for index in own}:
+                take = partial(_take_rows, place, self.mesh)
+                rows[place] = self._by_group(number, take, leaves, jax.tree.leaves(specs[number]))
+            for index, layer in own.items():
+                parts = (self._of_rank(row, index) for row in rows[index[1:]])
+                layers[str(layer)] = structure.unflatten(parts)
+        return {"embed_head": tree["embed_head"], "layers": layers}
+
     def _stack_tree(self, keyed: Tree, like: Tree) -> Tree:
-        specs = self.sharding.partition_specs(like)
-        runs = []
-        for number, (leaves, run_specs) in enumerate(zip(like["layers"], specs["layers"])):
-            layers = self.layout.layers_of(number)
-            runs.append(
-                jax.tree.map(
-                    lambda leaf, spec, *parts, indices=tuple(layers): self._stack_rows(
-                        leaf, spec, dict(zip(indices, parts))
-                    ),
-                    leaves,
-                    run_specs,
-                    *(keyed["layers"][str(layer)] for layer in layers.values()),
-                )
-            )
+        specs, runs = self.sharding.partition_specs(like)["layers"], []
+        for number, run in enumerate(like["layers"]):
+            own = self.layout.layers_of(number)
+            layers = (jax.tree.leaves(keyed["layers"][str(layer)]) for layer in own.values())
+            leaves = [dict(zip(own, parts)) for parts in zip(*layers)]
+            stacked = self._by_group(number, self._stack, leaves, jax.tree.leaves(specs[number]))
+            runs.append(jax.tree.structure(run).unflatten(stacked))
         return {"embed_head": keyed["embed_head"], "layers": tuple(runs)}
+
+    def _by_group(
+        self, run: int, convert: GroupFunction, leaves: Sequence[Any], specs: Sequence[Any]
+    ) -> list[jax.Array]:
+        """Convert the leaves of a run, all by one program or, as they may be large, one by one."""
+        size = max(len(leaves), 1) if len(self.layout.runs[run]) == 1 else 1
+        groups = (slice(begin, begin + size) for begin in range(0, len(leaves), size))
+        return [new for group in groups for new in convert(leaves[group], tuple(specs[group]))]
 
     @property
     def mesh(self) -> Mesh:
         """The mesh on which the stage-stacked state is stored."""
         return self.sharding.mesh
 
-    def _rank_sharding(self, stored: ParamSharding, index: Index) -> NamedSharding:
+    def _rank_sharding(self, spec: PartitionSpec, index: Index) -> NamedSharding:
         """The sharding of a layer's leaf over the devices of its pipeline rank; (): over all."""
         devices = self.mesh.devices[index[0] :][:1] if index else self.mesh.devices
-        return NamedSharding(Mesh(devices, self.mesh.axis_names), stored.partition_spec)
+        return NamedSharding(Mesh(devices, self.mesh.axis_names), spec)
 
-    def _take_row(self, leaf: jax.Array, stored: ParamSharding, index: Index) -> jax.Array:
-        """A layer's part of a leaf, as an array on its pipeline rank's devices; (): the leaf."""
-        if not index:
-            return leaf
-        sharding = self._rank_sharding(stored, index)
+    def _of_rank(self, row: jax.Array, index: Index) -> jax.Array:
+        """A layer, from an array of `_take_rows`, as an array on its pipeline rank's devices."""
+        sharding = self._rank_sharding(row.sharding.spec, index)
         devices = sharding.device_set
-        rows = [
-            # moments may be in host memory (`train.offload_moments`)
-            to_device(shard.data)[(0, *index[1:])]
-            for shard in leaf.addressable_shards
-            if shard.device in devices
-        ]
+        shards = [shard.data for shard in row.addressable_shards if shard.device in devices]
         return jax.make_array_from_single_device_arrays(
-            leaf.shape[len(index) :], sharding, rows, dtype=leaf.dtype
+            row.shape, sharding, shards, dtype=row.dtype
         )
 
-    def _remove_padding(self, leaf: jax.Array, stored: ParamSharding, index: Index) -> Any:
-        """A leaf, or a layer's part of it, in the form to write: without padding.
+    def _remove_padding(self, leaf: jax.Array, stored: ParamSharding) -> Any:
+        """An array of the keyed form as it is written: without padding.
 
         Orbax needs chunks of equal size. The shards of an uneven vocabulary may have no common
         chunk longer than one row, so the array is first resharded over its other dim.
         """
-        leaf = self._take_row(leaf, stored, index)
         if not any(stored.padding):
             return leaf
         shape = stored.unpadded_shape(leaf.shape)
         if stored.param.uneven and any(stored.padding[dim] for _, dim in stored.param.sharded):
-            return _compile_reshard(shape, self._shard_other_dims(shape, stored))(to_device(leaf))
+            return _compile_reshard(shape, self._shard_other_dims(shape, stored))(leaf)
         return UnpaddedArray(leaf, shape)
 
     def _shard_other_dims(self, shape: tuple[int, ...], stored: ParamSharding) -> NamedSharding:
@@ -198,30 +215,59 @@ class StateKeying:
             entries.append(tuple(chosen_axes) or None)
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
-    def _stack_rows(
-        self, like: Any, spec: PartitionSpec, parts: dict[Index, jax.Array]
-    ) -> jax.Array:
-        """Stack layers into a leaf of a run and delete them; places without a layer hold zeros."""
-        sharding = NamedSharding(self.mesh, spec)
-        rows: dict[Any, dict[Index, jax.Array]] = {}
-        for index, part in parts.items():
-            for shard in part.addressable_shards:
-                rows.setdefault(shard.device, {})[index[1:]] = shard.data
-        stacked = any(index[1:] for index in parts)
-        blank = np.zeros(sharding.shard_shape(like.shape)[1 + stacked :], like.dtype)
-        places = [(row,) for row in range(like.shape[1])] if stacked else [()]
+    def _stack(self, leaves: Sequence[dict[Index, jax.Array]], specs: Specs) -> list[jax.Array]:
+        """Stack layers into leaves of a run and delete them; places without a layer hold zeros."""
+        stacked = _stack_rows(self.mesh, list(map(self._rows, leaves, specs)), specs)
+        for layer in (layer for layers in leaves for layer in layers.values()):
+            layer.delete()
+        return stacked
 
-        def shard(device: jax.Device) -> jax.Array:
-            own = rows.get(device, {})
-            of_places = [
-                own[place] if place in own else jax.device_put(blank, device) for place in places
+    def _rows(self, layers: dict[Index, jax.Array], spec: PartitionSpec) -> list[jax.Array]:
+        """The layers of a leaf, as an array of `_take_rows` for each layer slot."""
+        index, like = next(iter(layers.items()))
+        sharding = NamedSharding(self.mesh, PartitionSpec(*spec[len(index) :]))
+        blank = np.zeros(sharding.shard_shape(like.shape), like.dtype)
+        places: dict[Index, dict[jax.Device, jax.Array]] = {}
+        for index, layer in layers.items():
+            own = {shard.device: shard.data for shard in layer.addressable_shards}
+            places.setdefault(index[1:], {}).update(own)
+
+        def row(own: dict[jax.Device, jax.Array]) -> jax.Array:
+            shards = [
+                own[device] if device in own else jax.device_put(blank, device)
+                for device in sharding.addressable_devices
             ]
-            return (jnp.stack(of_places) if stacked else of_places[0])[None]
+            return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
 
-        shards = [shard(device) for device in sharding.addressable_devices]
-        for part in parts.values():
-            part.delete()
-        return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
+        return [row(places[place]) for place in sorted(places)]
+
+
+# In an array of a layer slot the devices of each pipeline rank hold their own layer, though its
+# sharding says that they hold copies: so one program converts the slot on all devices.
+
+
+@partial(jax.jit, static_argnames=("mesh", "specs"))
+def _take_rows(place: Index, mesh: Mesh, leaves: list[jax.Array], specs: Specs) -> list[jax.Array]:
+    """The arrays of one layer slot, from the leaves of a run."""
+    return jax.shard_map(
+        lambda leaves, place: [leaf[(0, *place)] for leaf in leaves],
+        mesh=mesh,
+        in_specs=(list(specs), PartitionSpec()),
+        out_specs=[PartitionSpec(*spec[1 + len(place) :]) for spec in specs],
+        check_vma=False,
+    )(to_device(leaves), place)  # moments may be in host memory (`train.offload_moments`)
+
+
+@partial(jax.jit, static_argnames=("mesh", "specs"))
+def _stack_rows(mesh: Mesh, rows: list[list[jax.Array]], specs: Specs) -> list[jax.Array]:
+    """The leaves of a run `[P, ...]` or `[P, n, ...]`, from the arrays of its layer slots."""
+    return jax.shard_map(
+        lambda rows: [(jnp.stack(leaf) if len(leaf) > 1 else leaf[0])[None] for leaf in rows],
+        mesh=mesh,
+        in_specs=([PartitionSpec(*spec[1 + (len(rows[0]) > 1) :]) for spec in specs],),
+        out_specs=list(specs),
+        check_vma=False,
+    )(rows)
 
 
 @cache
@@ -229,7 +275,9 @@ def _compile_reshard(
     shape: tuple[int, ...], sharding: NamedSharding
 ) -> Callable[[jax.Array], jax.Array]:
     """A compiled function that slices an array to `shape` from the start and reshards it."""
-    return jax.jit(lambda leaf: lax.slice(leaf, (0,) * len(shape), shape), out_shardings=sharding)
+    return jax.jit(
+        lambda leaf: lax.slice(to_device(leaf), (0,) * len(shape), shape), out_shardings=sharding
+    )
 
 
 def _restore_args(
