@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe.schedule import Placement
 
@@ -192,21 +193,24 @@ class StageLayout:
 
         Returns:
           A tree per run, with leaves `[P, ...]`, or `[P, n, ...]` for a run of n > 1 layer slots,
-          that are zero where a rank's slot is empty.
+          that are zero where a rank's slot is empty. They are NumPy arrays if all of `layers` are,
+          and then XLA compiles nothing.
 
         >>> slots = StageLayout((1, 2)).stack([{"w": jnp.full(3, i)} for i in range(3)])
         >>> [slot["w"].tolist() for slot in slots]
         [[[0, 0, 0], [1, 1, 1]], [[0, 0, 0], [2, 2, 2]]]
         """
+        on_host = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(layers))
+        numpy: Any = np if on_host else jnp
         slots = []
         for ranks in zip(*self.layer_table):
-            zeros = jax.tree.map(jnp.zeros_like, layers[max(i for i in ranks if i is not None)])
+            zeros = jax.tree.map(numpy.zeros_like, layers[max(i for i in ranks if i is not None)])
             of_ranks = [zeros if i is None else layers[i] for i in ranks]
-            slots.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_ranks))
+            slots.append(jax.tree.map(lambda *leaves: numpy.stack(leaves), *of_ranks))
         return tuple(
             slots[run.start]
             if len(run) == 1
-            else jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *slots[run.start : run.stop])
+            else jax.tree.map(lambda *leaves: numpy.stack(leaves, 1), *slots[run.start : run.stop])
             for run in self.runs
         )
 

@@ -29,7 +29,7 @@ def float64_values(model: Model, config: Config) -> tuple[Tree, list[Tree], Tree
         lambda leaf: 0.2 * jnp.sin(1.0 + jnp.arange(leaf.size)).reshape(leaf.shape),
         model.functions.variables,
     )
-    return _uneven(model.init_embed_head(key)), layers, variables
+    return jax.device_get((_uneven(model.init_embed_head(key)), layers, variables))
 
 
 def _uneven(tree: Tree) -> Tree:

@@ -160,7 +160,7 @@ class Reference:
             trainer.schedule.slices,
             state.variables,
         )
-        stacked = trainer.layout.stack(outputs.gradients["layers"])
+        stacked = trainer.layout.stack(jax.device_get(outputs.gradients["layers"]))
         outputs = outputs._replace(gradients=outputs.gradients | {"layers": stacked})
         after, metrics = self._update(state, outputs)
         return after, Observed.of(trainer, state, after, metrics, outputs)

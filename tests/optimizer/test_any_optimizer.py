@@ -77,7 +77,7 @@ def plain(trainer):
 
 
 def fresh(trainer):
-    params = plain(trainer)
+    params = jax.device_get(plain(trainer))
     whole = params | {"layers": trainer.layout.stack(params["layers"])}
     sharding = trainer.sharding
     return trainer.fresh(jax.device_put(sharding.pad(whole), sharding.named_shardings(whole)))

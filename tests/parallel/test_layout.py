@@ -22,11 +22,13 @@ def test_mesh_needs_all_devices():
         make_mesh(3, 2)
 
 
+@pytest.mark.parametrize("numpy", [np, jnp])
 @pytest.mark.parametrize("counts", [(4,), (2, 2), (3, 1), (1, 3, 2), (2, 1, 1, 2)])
-def test_stack_and_unstack(counts):
+def test_stack_and_unstack(counts, numpy):
     layout = StageLayout(counts)
-    layers = [{"w": jnp.full((2, 3), 1 + i)} for i in range(layout.layers)]
+    layers = [{"w": numpy.full((2, 3), 1 + i)} for i in range(layout.layers)]
     slots = layout.stack(layers)
+    assert all(isinstance(slot["w"], type(layers[0]["w"])) for slot in slots)
     assert len(slots) == len(layout.slot_kinds) == max(counts)
     assert slots[0]["w"].shape == (len(counts), 2, 3)
     jax.tree.map(np.testing.assert_array_equal, layout.unstack(slots), layers)

@@ -86,7 +86,7 @@ def test_the_reference_is_of_documents_and_nothing_else():
         lengths = rows_of(batch)[0][0]
         for length, end in zip(lengths, np.cumsum(lengths)):
             own = {name: leaf[:1, :1, end - length : end] for name, leaf in plain.items()}
-            own["targets"] = own["targets"].at[..., -1].set(-100)
+            own["targets"] = jnp.asarray(own["targets"]).at[..., -1].set(-100)
             share = functions.count({name: leaf[0] for name, leaf in own.items()}) / terms
             loss, gradient = losses_and_gradients_ref(functions, shared, layers, own)
             total += loss.sum() * share

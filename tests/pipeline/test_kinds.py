@@ -29,7 +29,7 @@ def problem(order, microbatches, examples, dtype=jnp.float64):
         for i, kind in enumerate(order)
     ]
     bias = 0.1 * jax.random.normal(jax.random.key(5), (len(order), CHOICES), dtype)
-    return shared, layers, toy_batch(1, microbatches, examples), {"bias": bias}
+    return shared, jax.device_get(layers), toy_batch(1, microbatches, examples), {"bias": bias}
 
 
 def run(schedule, order, *, dp=2, ep=2, change=lambda functions: functions, **execution):
@@ -45,7 +45,8 @@ def run(schedule, order, *, dp=2, ep=2, change=lambda functions: functions, **ex
     layout = StageLayout(tuple(counts), schedule.placement, order)
     params = {"embed_head": shared, "layers": layout.stack(layers)}
     got = jax.jit(pipeline.step)(params, batch, variables)
-    want = step_ref(change(mixed(order)), shared, layers, batch, variables=variables)
+    reference = change(mixed(order))
+    want = jax.device_get(step_ref(reference, shared, layers, batch, variables=variables))
     staged = want.gradients | {"layers": layout.stack(want.gradients["layers"])}
     return got, want._replace(gradients=staged)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def draw(init, *, seed=0, dtype=jnp.float64):
-    """Return parameters of the shapes that `init()` has; no vector or matrix is constant.
+    """Return NumPy parameters of the shapes that `init()` has; no vector or matrix is constant.
 
     Vectors are near 1, as the scale of a norm is, and matrices near 0.
     """
@@ -18,4 +18,4 @@ def draw(init, *, seed=0, dtype=jnp.float64):
         noise = rng.normal(size=shape.shape)
         return jnp.asarray(1 + 0.1 * noise if len(shape.shape) == 1 else 0.05 * noise, dtype)
 
-    return jax.tree.map_with_path(leaf, jax.eval_shape(init))
+    return jax.device_get(jax.tree.map_with_path(leaf, jax.eval_shape(init)))

@@ -135,12 +135,13 @@ def problem(model, dtype, examples=EXAMPLES):
         batch["samples"] = np.broadcast_to(numbers, inputs.shape)
     if model.startswith("packed"):
         batch = packed(batch)
-    return decoder, shared, layers, jax.tree.map(jnp.asarray, with_rows_ahead(config, batch))
+    return decoder, shared, layers, with_rows_ahead(config, batch)
 
 
 def with_rows_ahead(config, batch):
     """Add the rows of a model that predicts further tokens."""
-    return batch | rows_ahead(jax.tree.map(np.asarray, batch), config.tokens_ahead)
+    batch = jax.device_get(batch)
+    return batch | rows_ahead(batch, config.tokens_ahead)
 
 
 def packing_of(model):
@@ -195,7 +196,7 @@ def wanted(model, dtype, examples=EXAMPLES, z_loss=0.0):
         decoder = replace(decoder, config=config, documents=0)
         batch = with_rows_ahead(config, alone(batch))
     decoder = replace(decoder, z_loss=z_loss)
-    return losses_and_gradients_ref(decoder.functions, shared, layers, batch)
+    return jax.device_get(losses_and_gradients_ref(decoder.functions, shared, layers, batch))
 
 
 def pipeline_of(

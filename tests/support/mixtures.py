@@ -85,7 +85,7 @@ def problem(model, crowded=False, routed=False):
 
     def strong(path, leaf):
         factor = 30 if path[-1].key == "gate" else 5 if leaf.ndim == 3 else 1
-        return factor * leaf.astype(jnp.float64)
+        return factor * np.asarray(leaf, np.float64)
 
     cast = lambda tree: jax.tree.map_with_path(strong, tree)  # noqa: E731
     kinds = decoder.config.layer_kinds
@@ -94,7 +94,8 @@ def problem(model, crowded=False, routed=False):
     tokens = jax.random.randint(jax.random.key(1), shape, 0, decoder.config.vocab_size)
     targets = jnp.where(tokens[..., 1:] % 7 == 3, IGNORE, tokens[..., 1:])
     batch = {"inputs": tokens[..., :-1], "targets": targets}
-    batch |= rows_ahead(jax.tree.map(np.asarray, batch), decoder.config.tokens_ahead)
+    batch = jax.device_get(batch)
+    batch |= rows_ahead(batch, decoder.config.tokens_ahead)
     if routed:
         batch["routes"] = routes_of(decoder.config)
     variables = decoder.functions.variables
@@ -119,13 +120,9 @@ def wanted(model, crowded=False, routed=False, slices=1):
     decoder, shared, layers, batch, variables = problem(model, crowded, routed)
     batch = shard_batch(batch, slices=slices, cp=1, dp=1)
     with patch("jaxpipe.model.moe.layer.choose_dispatch", one_hot):
-        return step_ref(
-            replace(decoder, slices=slices).functions,
-            shared,
-            layers,
-            batch,
-            slices,
-            variables=variables,
+        functions = replace(decoder, slices=slices).functions
+        return jax.device_get(
+            step_ref(functions, shared, layers, batch, slices, variables=variables)
         )
 
 

@@ -39,7 +39,7 @@ TOY = StageFunctions(_embed, KIND, _head, _count)
 
 
 def toy_params(key, layers, dtype=jnp.float32):
-    """Return `(shared, [layer, ...])` of random parameters."""
+    """Return `(shared, [layer, ...])` of random parameters, as NumPy arrays."""
 
     def normal(index, *shape):
         return jax.random.normal(jax.random.fold_in(key, index), shape, dtype) / shape[0] ** 0.5
@@ -49,7 +49,7 @@ def toy_params(key, layers, dtype=jnp.float32):
         "norm": 1 + 0.1 * normal(1, WIDTH),
         "head": normal(2, WIDTH, VOCAB),
     }
-    return shared, [
+    layers = [
         {
             "gain": 1 + 0.1 * normal(10 * i + 3, WIDTH),
             "up": normal(10 * i + 4, WIDTH, 2 * WIDTH),
@@ -58,6 +58,7 @@ def toy_params(key, layers, dtype=jnp.float32):
         }
         for i in range(layers)
     ]
+    return jax.device_get((shared, layers))  # stacked and sharded without a program
 
 
 def toy_batch(seed, microbatches, examples, ignore="some"):
@@ -78,4 +79,4 @@ def toy_batch(seed, microbatches, examples, ignore="some"):
         "targets": targets,
         "positions": np.arange(LENGTH) + random.permutation(count).reshape(*shape[:2], 1),
     }
-    return jax.tree.map(jnp.asarray, batch)
+    return jax.device_get(jax.tree.map(jnp.asarray, batch))  # in jax's widths of integers

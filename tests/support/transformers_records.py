@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from updates import SETTINGS
 
@@ -92,7 +91,7 @@ def trainer_of(record, layout, optimizer="adamw", **execution):
 
 def staged(trainer, by_path):
     """Return parameters by path as the trainer stores them, in float64."""
-    tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), nest_by_path(by_path))
+    tree = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nest_by_path(by_path))
     layers = [tree["layers"][str(i)] for i in range(len(tree["layers"]))]
     whole = {"embed_head": tree["embed_head"], "layers": trainer.layout.stack(layers)}
     return jax.device_put(trainer.sharding.pad(whole), trainer.sharding.named_shardings(whole))
