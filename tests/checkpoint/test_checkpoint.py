@@ -89,6 +89,17 @@ def test_a_save_that_fails_leaves_no_old_checkpoint_for_good(tmp_path):
     assert list_steps(tmp_path) == [2, 4]
 
 
+def test_a_save_and_a_restore_compile_one_program_each(caplog):
+    """The layer slots of parameters and both moments have the same shapes."""
+    state, keying = make_state([3, 2, 2], dp=2)
+    caplog.clear()
+    with jax.log_compiles():
+        keying.to_stage_stacked(keying.to_padded_keyed(state), state)
+    messages = [record.getMessage() for record in caplog.records]
+    compiled = [message.split()[1] for message in messages if message.startswith("Compiling ")]
+    assert compiled == ["jit(_take_rows)", "jit(_stack_rows)"]
+
+
 CHAIN = [[2, 2, 2, 1], [4, 3], [7], [3, 2, 2], [3, 1, 3], [1, 1, 1, 1, 1, 1, 1]]
 
 
