@@ -268,6 +268,8 @@ def test_a_signal_of_the_terminal_stops_every_process_once(tree, signalled, phas
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         env={"PATH": "/usr/bin:/bin", "VERSION": "3.12.1", "PYTHONPATH": str(LAUNCH.parent),
              "CODES": "stand-in stand-in", "STAND_IN": f"{sys.executable} stand_in.py {phase}"},
+        # Tests in the background of a shell ignore INT, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         while len(list(tree.glob("ready*"))) < 2:
