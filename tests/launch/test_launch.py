@@ -283,6 +283,7 @@ def test_a_signal_of_the_terminal_stops_every_process_once(tree, signalled, phas
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.mark.parametrize(
