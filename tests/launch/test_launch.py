@@ -235,6 +235,12 @@ def test_a_stopped_process_is_killed_after_the_others(tree, codes):
     assert not left.stdout
 
 
+# Tests in the background of a shell ignore INT, and so would their children.
+FOREGROUND = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 # Saves for a while after a signal, or has not yet begun to train.
 STAND_IN = """
 import os, pathlib, sys, time
@@ -263,13 +269,12 @@ with stop_signals() as received:
 def test_a_signal_of_the_terminal_stops_every_process_once(tree, signalled, phase, saved):
     run(tree, "train.sh", "own.toml")
     (tree / "stand_in.py").write_text(STAND_IN)
+    script = tree / "launch" / "local_multiprocess.sh"
     process = subprocess.Popen(
-        [tree / "launch" / "local_multiprocess.sh", "2", "own.toml"], cwd=tree,
+        [sys.executable, "-c", FOREGROUND, script, "2", "own.toml"], cwd=tree,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         env={"PATH": "/usr/bin:/bin", "VERSION": "3.12.1", "PYTHONPATH": str(LAUNCH.parent),
              "CODES": "stand-in stand-in", "STAND_IN": f"{sys.executable} stand_in.py {phase}"},
-        # Tests in the background of a shell ignore INT, and so would their children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         while len(list(tree.glob("ready*"))) < 2:
