@@ -52,11 +52,7 @@ from jaxpipe.planning.helpers import helpers
 from jaxpipe.planning.page import write_plan_page
 from jaxpipe.planning.rules import rules_table
 from jaxpipe.planning.search_command import check_arguments, search_layouts
-from jaxpipe.planning.search_table import (
-    search_as_json,
-    search_table,
-    write_config,
-)
+from jaxpipe.planning.search_table import search_as_json, search_table, write_config
 from jaxpipe.planning.size_checks import resolve_sizes
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedule import ScheduleError, draw_timeline, fuse_steps, write_schedule
@@ -256,10 +252,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(drawn, file=sys.stderr if arguments.json else None)
     if arguments.picture:
         with _writing("--picture", arguments.picture):
-            draw_figure(
-                run.schedule, arguments.picture,
-                costs=run.costs, lockstep=run.lockstep,
-            )  # fmt: skip
+            how = {"costs": run.costs, "lockstep": run.lockstep}
+            draw_figure(run.schedule, arguments.picture, **how)
         print(f"drew {shown.label} to {arguments.picture}", file=sys.stderr)
     if arguments.html:
         write_plan_page(plan, arguments.html, Path(arguments.config).stem, shown.label)
