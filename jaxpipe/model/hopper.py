@@ -149,7 +149,7 @@ def _run(refs: _Refs, grid: tuple[int, int]) -> None:
     """The program of a multiprocessor: one warpgroup loads blocks, the others multiply them.
 
     Blocks are numbered over all tiles of the multiprocessor, and a block is in the slot of its
-    number modulo theirs: the next tile's blocks are loaded while a tile is stored.
+    number modulo the number of slots: the next tile's blocks are loaded while a tile is stored.
     """
     warpgroup = lax.axis_index("warpgroup")
 

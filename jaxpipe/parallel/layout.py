@@ -201,16 +201,16 @@ class StageLayout:
         [[[0, 0, 0], [1, 1, 1]], [[0, 0, 0], [2, 2, 2]]]
         """
         on_host = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(layers))
-        numpy: Any = np if on_host else jnp
+        xp: Any = np if on_host else jnp
         slots = []
         for ranks in zip(*self.layer_table):
-            zeros = jax.tree.map(numpy.zeros_like, layers[max(i for i in ranks if i is not None)])
+            zeros = jax.tree.map(xp.zeros_like, layers[max(i for i in ranks if i is not None)])
             of_ranks = [zeros if i is None else layers[i] for i in ranks]
-            slots.append(jax.tree.map(lambda *leaves: numpy.stack(leaves), *of_ranks))
+            slots.append(jax.tree.map(lambda *leaves: xp.stack(leaves), *of_ranks))
         return tuple(
             slots[run.start]
             if len(run) == 1
-            else jax.tree.map(lambda *leaves: numpy.stack(leaves, 1), *slots[run.start : run.stop])
+            else jax.tree.map(lambda *leaves: xp.stack(leaves, 1), *slots[run.start : run.stop])
             for run in self.runs
         )
 

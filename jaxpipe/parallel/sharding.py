@@ -176,8 +176,8 @@ class ParamSharding:
     def _with_padding(self, leaf: jax.Array, axes: Collection[str]) -> jax.Array:
         """Pad the dims that only these axes shard, over which `leaf` is a full array."""
         padding = self._padding_of(axes)
-        numpy: Any = np if isinstance(leaf, np.ndarray) else jnp  # NumPy needs no program
-        return numpy.pad(leaf, [(0, size) for size in padding]) if any(padding) else leaf
+        xp: Any = np if isinstance(leaf, np.ndarray) else jnp  # NumPy needs no program
+        return xp.pad(leaf, [(0, size) for size in padding]) if any(padding) else leaf
 
     def _less_padding(self, shape: tuple[int, ...], axes: Collection[str]) -> tuple[int, ...]:
         return tuple(size - more for size, more in zip(shape, self._padding_of(axes)))
