@@ -26,6 +26,8 @@ mkdir -p "$cache"
 find "$cache" -type f -mtime +30 -delete
 export JAX_COMPILATION_CACHE_DIR=$cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile all sources
+
 case "${1:-}" in
 '') set -- -m 'not slow' ;;
 --all) shift ;;

@@ -20,7 +20,7 @@ LAYERS, MICROBATCHES = 4, 4
 
 def seen_in(functions, schedule="1f1b", policy="none", trains=True):
     """Return how often a step calls `note`, by the first argument of `note`."""
-    shared, layers = toy_params(jax.random.key(0), LAYERS)
+    shared, layers = toy_params(0, LAYERS)
     built = build(schedule, pp=2, microbatches=MICROBATCHES)
     layout = StageLayout((LAYERS // built.stages,) * built.stages, built.placement)
     params = {"embed_head": shared, "layers": layout.stack(layers)}

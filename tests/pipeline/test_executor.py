@@ -24,7 +24,7 @@ from jaxpipe.schedule import BUILDERS, FAMILIES, Lockstep, build, lower
 def run(schedule, counts, dp=1, *, ignore="some", dtype=jnp.float32, key=0, **execution):
     """Return `(losses, gradients)` of the pipeline and of the reference, stage-stacked."""
     pp, layout = schedule.pp, StageLayout(tuple(counts), schedule.placement)
-    shared, layers = toy_params(jax.random.key(key), layout.layers, dtype)
+    shared, layers = toy_params(key, layout.layers, dtype)
     batch = toy_batch(key + 1, schedule.microbatches, 2 * dp, ignore)
     mesh = make_mesh(pp, dp, devices=jax.devices()[: pp * dp])
     pipeline = Pipeline(TOY, schedule, mesh, counts, Execution(**execution))
@@ -146,7 +146,7 @@ def test_ignored_tokens(ignore):
 
 
 def test_no_valid_token_at_all():
-    shared, layers = toy_params(jax.random.key(0), 2)
+    shared, layers = toy_params(0, 2)
     batch = toy_batch(1, 2, 2)
     batch["targets"] = jnp.full_like(batch["targets"], -100)
     params = {"embed_head": shared, "layers": StageLayout((1, 1)).stack(layers)}
@@ -206,7 +206,7 @@ def test_forward_only_gives_the_same_losses(name, transfer_ticks):
     schedule = schedule_of(name, 4)
     counts = uneven(schedule.stages)
     layout = StageLayout(tuple(counts), schedule.placement)
-    shared, layers = toy_params(jax.random.key(0), layout.layers)
+    shared, layers = toy_params(0, layout.layers)
     batch = toy_batch(1, schedule.microbatches, 4)
     mesh = make_mesh(4, 2, devices=jax.devices())
     execution = Execution(Lockstep(transfer_ticks))
@@ -222,7 +222,7 @@ def test_forward_only_holds_nothing_and_so_has_no_limit():
     schedule = build("1f1b", pp=2, microbatches=4)
     mesh = make_mesh(2, devices=jax.devices()[:2])
     pipeline = Pipeline(TOY, schedule, mesh, execution=Execution(Lockstep(in_flight=3)))
-    shared, layers = toy_params(jax.random.key(0), 2)
+    shared, layers = toy_params(0, 2)
     params = {"embed_head": shared, "layers": StageLayout((1, 1)).stack(layers)}
     batch = toy_batch(1, 4, 2)
     losses = jax.jit(pipeline.losses)(params, batch)

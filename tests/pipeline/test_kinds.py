@@ -23,7 +23,7 @@ ORDERS = {
 
 def problem(order, microbatches, examples, dtype=jnp.float64):
     """Return shared parameters, layers in order, a batch and variables."""
-    shared, toys = toy_params(jax.random.key(0), len(order), dtype)
+    shared, toys = toy_params(0, len(order), dtype)
     layers = [
         toys[i] if kind == "toy" else layer_params(jax.random.key(100 + i), kind, dtype)
         for i, kind in enumerate(order)

@@ -25,7 +25,7 @@ def looped(name, counts, dp=1, *, unroll=1, dtype=jnp.float32, **execution):
     schedule = near(name, 2, 6, virtual_stages=2)
     counts = tuple(counts * schedule.stages)[: schedule.stages]
     layout = StageLayout(counts, schedule.placement, unroll=unroll)
-    shared, layers = toy_params(jax.random.key(0), layout.layers, dtype)
+    shared, layers = toy_params(0, layout.layers, dtype)
     batch = toy_batch(1, schedule.microbatches, EXAMPLES * dp)
     mesh = make_mesh(2, dp, devices=jax.devices()[: 2 * dp])
     pipeline = Pipeline(TOY, schedule, mesh, counts, Execution(unroll_layers=unroll, **execution))
@@ -66,7 +66,7 @@ def test_runs_of_several_kinds_equal_the_reference(name):
     with jax.enable_x64(True):
         layout = StageLayout(counts, schedule.placement, order, unroll=1)
         assert max(map(len, layout.runs)) == 3
-        shared, toys = toy_params(jax.random.key(0), len(order), jnp.float64)
+        shared, toys = toy_params(0, len(order), jnp.float64)
         layers = [
             toys[i] if kind == "toy" else layer_params(jax.random.key(i), kind, jnp.float64)
             for i, kind in enumerate(order)

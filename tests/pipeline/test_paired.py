@@ -52,7 +52,7 @@ def pipeline_of(name, counts, hook, pp=2, **execution):
     schedule = near(name, pp, 2 * pp, virtual_stages=2)
     model = replace(TOY, kinds=LayerKind(layer, pair=hook))
     layout = StageLayout(tuple(counts(schedule.stages)), schedule.placement)
-    shared, layers = toy_params(jax.random.key(0), layout.layers, jnp.float64)
+    shared, layers = toy_params(0, layout.layers, jnp.float64)
     batch = toy_batch(1, schedule.microbatches, 2)
     mesh = make_mesh(pp, devices=jax.devices()[:pp])
     how = Execution(PAIRED, **execution)
@@ -175,7 +175,7 @@ def test_a_half_without_points_is_not_divided():
 
 def one_layer(remat, *, named=True):
     """Return the split layer, and its parameters, x and context."""
-    shared, (params,) = toy_params(jax.random.key(0), 1)
+    shared, (params,) = toy_params(0, 1)
     rows = jax.tree.map(lambda leaf: leaf[0], toy_batch(1, 1, 2))
     given = params, TOY.embed(shared, rows), Context(rows)
     return split_layer(partial(layer, named=named), *given, POLICIES[remat]), given

@@ -52,7 +52,7 @@ class Planted:
         schedule = near(name, PP, 6)
         counts = (1,) * schedule.stages
         layout = StageLayout(counts, schedule.placement)
-        shared, layers = toy_params(jax.random.key(0), layout.layers, jnp.float64)
+        shared, layers = toy_params(0, layout.layers, jnp.float64)
         batch = toy_batch(1, schedule.microbatches, 2)
         mesh = make_mesh(PP, devices=jax.devices()[:PP])
         execution = Execution(poison_bubbles=True)

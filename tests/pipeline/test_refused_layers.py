@@ -21,7 +21,7 @@ def step(layer=None, losses=("loss",), **more):
     functions = StageFunctions(
         TOY.embed, kind, TOY.head, TOY.count, batch_keys=reads, losses=losses
     )
-    shared, layers = toy_params(jax.random.key(0), 2)
+    shared, layers = toy_params(0, 2)
     params = {"embed_head": shared, "layers": StageLayout((1, 1)).stack(layers)}
     batch = toy_batch(1, 2, 2)
     batch |= {name: batch[of] for name, of in more.items()}

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.versions
 
 @pytest.fixture
 def layer_case():
-    _, (params,) = toy_params(jax.random.key(0), 1)
+    _, (params,) = toy_params(0, 1)
     context = Context(jax.tree.map(lambda a: a[0], toy_batch(1, 1, 3)))
     x = jax.random.normal(jax.random.key(2), (3, 6, 8))
     dy = jax.random.normal(jax.random.key(3), x.shape)

@@ -14,7 +14,7 @@ from jaxpipe.pipeline.reference import step_ref
 from jaxpipe.schedule import build
 from jaxpipe.training.rates import losses_of
 
-BATCH, (SHARED, LAYERS) = toy_batch(0, 2, 1), toy_params(jax.random.key(0), 1)
+BATCH, (SHARED, LAYERS) = toy_batch(0, 2, 1), toy_params(0, 1)
 
 
 def on_a_mesh(functions, compute_dtype):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from commands import SMALL
 from kinds import CHOICES, layer_params, mixed
-from toy import LENGTH, toy_batch, toy_params
+from toy import LENGTH, init_toy, toy_batch
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
@@ -50,7 +50,7 @@ class Routed:
     functions: StageFunctions
 
     def init_embed_head(self, key):
-        return toy_params(key, 0, jnp.result_type(float))[0]
+        return init_toy(key, 0, jnp.result_type(float))[0]
 
     def init_layer(self, key, index, kind):
         return layer_params(jax.random.fold_in(key, index), kind, jnp.result_type(float))

@@ -38,12 +38,26 @@ KIND = LayerKind(_layer)
 TOY = StageFunctions(_embed, KIND, _head, _count)
 
 
-def toy_params(key, layers, dtype=jnp.float32):
+def toy_params(seed, layers, dtype=jnp.float32):
     """Return `(shared, [layer, ...])` of random parameters, as NumPy arrays."""
+
+    def normal(index, *shape):
+        drawn = np.random.default_rng([seed, index]).normal(size=shape) / shape[0] ** 0.5
+        return drawn.astype(dtype)
+
+    return _params(normal, layers)
+
+
+def init_toy(key, layers, dtype=jnp.float32):
+    """Return what `toy_params` does, drawn by jax from a key, which may be traced."""
 
     def normal(index, *shape):
         return jax.random.normal(jax.random.fold_in(key, index), shape, dtype) / shape[0] ** 0.5
 
+    return _params(normal, layers)
+
+
+def _params(normal, layers):
     shared = {
         "embed": normal(0, VOCAB, WIDTH) * 3,
         "norm": 1 + 0.1 * normal(1, WIDTH),
@@ -58,7 +72,7 @@ def toy_params(key, layers, dtype=jnp.float32):
         }
         for i in range(layers)
     ]
-    return jax.device_get((shared, layers))  # stacked and sharded without a program
+    return shared, layers
 
 
 def toy_batch(seed, microbatches, examples, ignore="some"):

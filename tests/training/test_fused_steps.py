@@ -14,7 +14,7 @@ import pytest
 from commands import SMALL
 from jax import lax
 from routed import batch_at
-from toy import LENGTH, TOY, toy_params
+from toy import LENGTH, TOY, init_toy, toy_params
 
 from jaxpipe import config as configs
 from jaxpipe.parallel import PP, make_mesh
@@ -44,10 +44,10 @@ class Toy:
     functions: StageFunctions
 
     def init_embed_head(self, key):
-        return toy_params(key, 0)[0]
+        return init_toy(key, 0)[0]
 
     def init_layer(self, key, index, kind):
-        return toy_params(jax.random.fold_in(key, index), 1)[1][0]
+        return init_toy(jax.random.fold_in(key, index), 1)[1][0]
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def test_what_cannot_overlap(functions, execution, message):
         make_mesh(2, devices=jax.devices()[:2]),
     )
     pipeline = Pipeline(functions, schedule, mesh, execution=execution)
-    shared, layers = toy_params(jax.random.key(0), 2)
+    shared, layers = toy_params(0, 2)
     params = {"embed_head": shared, "layers": pipeline.layout(1).stack(layers)}
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(
