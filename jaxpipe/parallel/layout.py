@@ -229,7 +229,7 @@ class StageLayout:
         return self.placement or Placement.loop(len(self.layers_per_stage))
 
 
-def _slots_of(stages: Sequence[Sequence[str]]) -> tuple[str, ...]:
+def _slots_of(stages: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     """A short sequence of kinds that contains the kinds of every stage in their order.
 
     Merging two stages at a time may leave a slot that none of them uses; it is dropped.
@@ -237,7 +237,7 @@ def _slots_of(stages: Sequence[Sequence[str]]) -> tuple[str, ...]:
     >>> _slots_of([("a", "a"), ("b",), ("b", "a", "a")])
     ('b', 'a', 'a')
     """
-    slots = reduce(_common, stages)
+    slots = reduce(_common, dict.fromkeys(stages))
     used = {slot for kinds in stages for slot in _embed(kinds, slots)}
     return tuple(kind for slot, kind in enumerate(slots) if slot in used)
 

@@ -1,7 +1,9 @@
 """The static rules across settings, which need the configuration alone."""
 
+from functools import cache
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import fields
 
 from jaxpipe.config import Config, ConfigError
@@ -102,7 +104,12 @@ def _check_unread(config: Config) -> None:
 def _value_and_default(config: Config, name: str) -> tuple[Any, Any]:
     section, _, key = name.partition(".")
     record = getattr(config, section)
-    return getattr(record, key), next(f.default for f in fields(record) if f.name == key)
+    return getattr(record, key), _defaults(type(record))[key]
+
+
+@cache  # msgspec evaluates all annotations of the class
+def _defaults(section: type[Struct]) -> dict[str, Any]:
+    return {field.name: field.default for field in fields(section)}
 
 
 def _check_model(config: Config) -> None:

@@ -31,7 +31,7 @@ class Found:
     that needs less memory.
 
     Attributes:
-      seconds: of a step.
+      seconds: of a step, to nine digits: sums in another order are equal.
       offloaded: layers of a stage whose residuals are on the host, and 1 more for moments.
       bytes: of a device.
       number: position in the space, which decides between equals.
@@ -46,9 +46,9 @@ class Found:
 
     @property
     def layout(self) -> tuple[str, str]:
-        """The mesh and the schedule."""
+        """The mesh and the schedule; one pipeline rank does the same in any."""
         parallel = self.plan.config.parallel
-        return parallel.mesh, parallel.schedule
+        return parallel.mesh, parallel.schedule if parallel.pp > 1 else ""
 
     def estimate(self) -> Estimate:
         """The estimate that a plan's table shows."""
@@ -236,7 +236,7 @@ class LayoutSearch:
             size = rank_bytes(config, plan.layout, plan.tables).total
             result.note(size, config)
             if size <= self.usable:
-                seconds = scan + update_seconds(config, plan.layout, plan.seconds)
+                seconds = float(f"{scan + update_seconds(config, plan.layout, plan.seconds):.9g}")
                 away = config.train.offload_layers + config.train.offload_moments
                 stored = replace(plan, config=config)
                 fitting.append(Found(seconds, away, size, number, stored))

@@ -1,5 +1,6 @@
 """Bytes on one device: the largest rank's, since one program sizes all ranks' buffers alike."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -153,11 +154,14 @@ class RingBytes(NamedTuple):
 
 def _rings(costs: ModelCosts, layout: "StageLayout", tables: Tables, offloaded: int) -> RingBytes:
     """Bytes of the ring buffers of a rank's layers; of every stage `offloaded` are on the host."""
-    away, slots = layout.first_ring_slots(offloaded), tables.slots
-    kinds = [costs.kinds[kind] for kind in layout.ring_slot_kinds]
-    rings = [ring_bytes(kind, tables, on_host=ring in away) for ring, kind in enumerate(kinds)]
-    states = sum((slots.state + slots.dstate) * kind.state for kind in kinds)
-    return RingBytes(sum(ring.device for ring in rings) + states, sum(ring.host for ring in rings))
+    away, slots, device, host = layout.first_ring_slots(offloaded), tables.slots, 0, 0
+    alike = Counter((kind, ring in away) for ring, kind in enumerate(layout.ring_slot_kinds))
+    for (name, on_host), count in alike.items():
+        kind = costs.kinds[name]
+        ring = ring_bytes(kind, tables, on_host=on_host)
+        device += count * (ring.device + (slots.state + slots.dstate) * kind.state)
+        host += count * ring.host
+    return RingBytes(device, host)
 
 
 def ring_bytes(kind: LayerCosts, tables: Tables, *, on_host: bool = False) -> RingBytes:
