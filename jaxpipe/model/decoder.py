@@ -134,8 +134,8 @@ class CausalDecoder:
         def leaf(
             name: str, shape: tuple[int, ...], std: float | None, leaf: ParamSpec
         ) -> nnx.Param:
-            dims = len(shape)
-            matrix = (dims - 2, dims - 1) if dims > 1 else None
+            # What starts as zeros or ones is a bias or scale, also with one for every expert.
+            matrix = (len(shape) - 2, len(shape) - 1) if len(shape) > 1 and std else None
             return nnx.Param(replace(leaf, shape=shape, matrix=matrix))
 
         layers = {kind: _values(self._new_layer(kind, leaf)) for kind in self.kinds}

@@ -147,7 +147,7 @@ class LoraDecoder:
         for path, spec in self.adapters.paths(self.base.leaves[kind]):
             shapes = adapter_shapes(spec.shape, self.adapters.rank)
             own = jax.random.fold_in(
-                jax.random.fold_in(key, index), zlib.crc32("/".join(path).encode())
+                jax.random.fold_in(key, index), zlib.crc32("/".join((NAME, *path)).encode())
             )
             bound = spec.shape[-2] ** -0.5
             a = jax.random.uniform(own, shapes.a, jnp.float32, -bound, bound)

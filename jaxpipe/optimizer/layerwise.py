@@ -6,6 +6,7 @@ Arrays of its state that have a parameter's shape are padded and stored like the
 others as `Sharding` says. XLA gathers what the optimizer reduces over sharded dims.
 """
 
+import re
 from collections.abc import Callable, Set
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxpipe.parallel import is_stage_stacked
 
 Tree = Any
 Name = tuple[str, ...] | None  # the path of a parameter; None: an array that belongs to none
+_RANDOM = re.compile(r"\b(random_bits|threefry2x32|rng_bit_generator)\b")  # in a printed jaxpr
 
 
 def layerwise(inner: optax.GradientTransformation, stored: Stores) -> optax.GradientTransformation:
@@ -86,7 +88,8 @@ def check_independent(name: str, inner: optax.GradientTransformation, params: Tr
 
     An update and a state that belong to a parameter must depend on that parameter, its gradient
     and its state alone, and state that belongs to no parameter, such as a count, on none: other
-    parameters are on other devices.
+    parameters are on other devices. It draws no random numbers: layers of a slot would draw the
+    same ones.
 
     Args:
       name: the optimizer's name, for the error.
@@ -104,6 +107,11 @@ def check_independent(name: str, inner: optax.GradientTransformation, params: Tr
                 f"({type(error).__name__}: {first_line(error)}): an optimizer has init(params) and "
                 f"update(gradients, state, params)."
             ) from error
+        if drawn := _RANDOM.search(str(jaxpr)):
+            raise ConfigError(
+                f"optimizer.name={name!r} draws random numbers ({drawn[0]}), and layers on "
+                f"different pipeline ranks would draw the same ones: use an optimizer without."
+            )
         inputs, outputs = _owners(arguments, known), _owners(result, known)
         for owner in dict.fromkeys(outputs):
             used = used_inputs(jaxpr, [other == owner for other in outputs])

@@ -40,8 +40,8 @@ class ParamSpec:
       partial_grad_axes: axes other than the replicas' over which the parameter is replicated, but
         its gradient is partial (of this device's heads, tokens or stages) and must be summed.
       shape: shape of the full parameter without padding; None: unknown, and nothing is padded.
-      matrix: input and output dim of a matrix or of a stack of matrices; None: a vector. Weight
-        decay and Muon depend on it.
+      matrix: input and output dim of a matrix or of a stack of matrices; None: a vector or a stack
+        of vectors. Weight decay and Muon depend on it.
       uneven: whether the axes of `sharded` need not divide their dims. These dims are then padded
         with zeros at the end, which ops must ignore.
       trained: whether it has a gradient. A frozen parameter has no part in W, no gradient sum, no

@@ -15,6 +15,8 @@ def check_lora(config: Config) -> None:
 
     `lora.targets` without `wk` and `wv` are needed where `model.n_kv_heads` is no multiple of
     `parallel.tp`.
+
+    `model.router_bias_rate` must be 0.
     """
     rank, width = config.lora.rank, config.model.d_model
     if rank > width:
@@ -24,6 +26,12 @@ def check_lora(config: Config) -> None:
         )
     if not rank:
         return
+    if rate := getattr(config.model, "router_bias_rate", 0):
+        raise ConfigError(
+            f"model.router_bias_rate={rate} with lora.rank={rank}: adapters are those of a model "
+            f"that stays as it is, and so do its routers' biases; set model.router_bias_rate=0 and "
+            f"model.router_bias=true."
+        )
     from jaxpipe.planning.model import model_of  # needs jax
 
     _ = model_of(config)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.data.balance import RowBalance
 from jaxpipe.model.ahead import ahead_keys, rows_ahead
+from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.moe.balance import REAL
 from jaxpipe.parallel import batch_spec, shard_batch
 
@@ -90,9 +91,11 @@ class BatchSharder:
           position: number in the run of the first sample; None: for `eval_step`, without numbers.
 
         Raises:
-          ConfigError: rows should be packed but are not, documents of packed rows are not as the
-            model needs them, or rows have padding that experts could not tell.
+          ConfigError: a token is outside the vocabulary, rows should be packed but are not,
+            documents of packed rows are not as the model needs them, or rows have padding that
+            experts could not tell.
         """
+        _check_ids(batch, self.config.model.vocab_size)
         _check_documents(batch, self.config.data.documents)
         batch = self._with_known_padding(batch)
         batch |= rows_ahead(batch, self.config.model.tokens_ahead)
@@ -159,6 +162,20 @@ def random_batch(config: Config) -> dict[str, np.ndarray]:
         return batch
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), (*sizes, length))
     return batch | {"segments": np.zeros_like(positions), "positions": positions}
+
+
+def _check_ids(batch: dict[str, np.ndarray], vocab_size: int) -> None:
+    """Check that tokens are in the vocabulary; a target may be `IGNORE`."""
+    for name, least in (("inputs", 0), ("targets", IGNORE)):
+        ids = batch[name]
+        wrong = (ids >= vocab_size) | ((ids < 0) & (ids != least))
+        if wrong.any():
+            place = tuple(map(int, np.argwhere(wrong)[0]))
+            ignored = f", or {IGNORE} where a target is left out" if least else ""
+            raise ConfigError(
+                f"{name} {place} of the batch is {ids[place]}: tokens are 0 to {vocab_size - 1} "
+                f"with model.vocab_size={vocab_size}{ignored}."
+            )
 
 
 def _check_documents(batch: dict[str, np.ndarray], most: int) -> None:

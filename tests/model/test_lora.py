@@ -179,7 +179,9 @@ def test_new_adapters_change_nothing_and_only_targets_have_them():
             ("attn", "wq"), ("mlp", "w_down"),
         }  # fmt: skip
         assert not first["lora"]["attn"]["wq"]["b"].any()
-        assert 0 < jnp.abs(first["lora"]["attn"]["wq"]["a"]).max() <= 32**-0.5
+        a, w = first["lora"]["attn"]["wq"]["a"].ravel(), first["attn"]["wq"].ravel()[: 32 * 2]
+        assert 0 < jnp.abs(a).max() <= 32**-0.5
+        assert (a.argsort() != w.argsort()).any()  # drawn apart
         plain = [{k: v for k, v in layer.items() if k != "lora"} for layer in layers]
         zeros = [layer | {"lora": jax.tree.map(jnp.zeros_like, layer["lora"])} for layer in layers]
         want, _ = losses_and_gradients_ref(decoder.base.functions, shared, plain, batch)

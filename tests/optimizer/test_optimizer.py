@@ -9,10 +9,12 @@ import optax
 import pytest
 from commands import SMALL
 from flax.traverse_util import flatten_dict
+from meshes import MODELS
 
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import OptimizerConfig, load
+from jaxpipe.model.families import FAMILIES
 from jaxpipe.optimizer import (
     KINDS,
     averaged,
@@ -87,6 +89,16 @@ def test_groups():
         "embed_head": {"embed": "end", "norm": "vector"},
         "layers": ({"w": "matrix", "gain": "vector"},),
     }
+
+
+@pytest.mark.parametrize("model", ["gemma3", "gpt2", "gpt_oss", "latent", "llama4"])
+def test_vectors_of_experts_are_no_matrices(model):
+    config = MODELS[model]
+    leaves = FAMILIES[config.family].build(config).leaves
+    for path, spec in jax.tree.leaves_with_path(leaves):
+        name = path[-1].key
+        is_matrix = name.startswith("w") or name in ("embed", "gate", "head", "positions")
+        assert (spec.matrix is not None) == is_matrix, path
 
 
 @pytest.mark.parametrize("name", KINDS)

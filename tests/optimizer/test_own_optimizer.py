@@ -27,6 +27,7 @@ def check(name):
         ("own_optimizers:needs_a_loss", "fails on the parameters .*TypeError"),
         ("own_optimizers:clipped", r"computes .* from .*optimizer.clip_norm"),
         ("own_optimizers:counted", r"computes .* from .*optimizer.clip_norm"),
+        ("own_optimizers:noisy", r"draws random numbers \(\w+\)"),
     ],
 )
 def test_refusals(name, says):

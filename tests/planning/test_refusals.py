@@ -215,6 +215,15 @@ def test_load_rejects(overrides, message):
             ["lora.rank=65"],
             "lora.rank=65 exceeds model.d_model=64, and so the rank of every weight",
         ),
+        (
+            [
+                "lora.rank=2",
+                "model.n_experts=4",
+                "model.experts_per_token=2",
+                "model.router_bias_rate=0.1",
+            ],
+            "model.router_bias_rate=0.1 with lora.rank=2: .*; set model.router_bias_rate=0 and",
+        ),
         (["optimizer.name=:"], "optimizer.name=':' names no module: give it as module:function"),
         (
             ["train.spike_limit=4"],

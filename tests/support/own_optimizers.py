@@ -90,6 +90,11 @@ def counted(learning_rate, config):
     return optax.contrib.prodigy(learning_rate)
 
 
+def noisy(learning_rate, config):
+    """Add noise to gradients."""
+    return optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(learning_rate))
+
+
 def no_optimizer(learning_rate, config):
     """Return something else."""
     return learning_rate

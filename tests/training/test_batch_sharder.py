@@ -48,7 +48,7 @@ def test_a_process_reads_the_rows_of_its_replicas(processes, overrides, want):
 )
 def test_rows_become_what_devices_have_of_the_whole(overrides, monkeypatch):
     """For the last two replicas, as in a process that has only their devices."""
-    full_sharder, _ = sharders(*overrides)
+    full_sharder, _ = sharders(*overrides, "model.vocab_size=4096")
     shape = (4, full_sharder.config.batch_shape["batch_size"], 16)
     ids = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
     batch = {"inputs": ids, "targets": ids + 1}
@@ -149,6 +149,24 @@ def test_documents_that_kernels_would_mix_are_refused(segments, positions, messa
 def test_documents_that_are_right_are_not_refused():
     packed_sharder().put(packed_rows([0, 0, 0, 1, 2, 2, -1, -1], [0, 1, 2, 0, 0, 1, 9, 0]))
     packed_sharder().put(packed_rows([-1] * 8, [3] * 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "says"),
+    [
+        ("inputs", 256, r"inputs \(3, 7, 2\) of the batch is 256: tokens are 0 to 255"),
+        ("inputs", -100, "inputs .* is -100"),
+        ("targets", 256, "targets .* is 256"),
+        ("targets", -1, "targets .* is -1: .*, or -100 where a target is left out"),
+    ],
+)
+def test_tokens_outside_the_vocabulary_are_refused(name, token, says):
+    sharder = sharders()[0]
+    batch = random_batch(sharder.config)
+    batch[name] = batch[name].copy()
+    batch[name][3, 7, 2] = token
+    with pytest.raises(ConfigError, match=says):
+        sharder.put(batch)
 
 
 @pytest.mark.parametrize("experts", [True, False])

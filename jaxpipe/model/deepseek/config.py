@@ -30,8 +30,8 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
     tie_embeddings: bool = False  # the head is the transposed embedding
     # further tokens that each position predicts in training, by blocks of their own; 0: none
     mtp_depth: Annotated[int, Meta(ge=0, le=16)] = 0
-    # weight of the mean loss of the further tokens: their sum over the tokens of a batch, as of
-    # model.router_aux_loss
+    # weight of the mean loss of the further tokens: their sum over the targets of a batch, or with
+    # experts over its tokens, as of model.router_aux_loss
     mtp_weight: NotNegative = 0.1
 
     @property
