@@ -240,6 +240,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             )
         )
         if only_seed:
+            _check_seed(config)
             if checkpoints.steps:
                 raise ConfigError(
                     f"{checkpoints.directory} already holds checkpoints of steps "
@@ -247,7 +248,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
                 )
             state = trainer.init()
             checkpoints.save(0, state.parts(), describe(trainer, data, DataPosition(), state.guard))
-            return 0
+            return 0 if checkpoints.is_written(0) else 4
         samples = config.train.steps * config.tokens_per_step // config.train.seq_len
         warnings = data_warnings(data.train, samples)
         for part in (*messages, summary(trainer), *warnings, *recordings(directory)):
@@ -273,6 +274,17 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             tasks = RunTasks.open(trainer, ServingFiles.from_meta(checkpoints.carried))
         training = TrainLoop(trainer, data, checkpoints, progress, log, exports, tasks, spool)
         return training.loop(state, seen)
+
+
+def _check_seed(config: Config) -> None:
+    """Raise `ConfigError` where a run would start from other values than initial ones."""
+    resume, adapter = config.checkpoint.resume, config.lora.adapter
+    given = "" if resume in ("auto", "none") else f"checkpoint.resume={resume!r}"
+    if given := given or (adapter and f"lora.adapter={adapter!r}"):
+        raise ConfigError(
+            f"--seed-checkpoint with {given}: it saves a new state, from which the run would then "
+            f"start; leave one of them out."
+        )
 
 
 def _local_saves(config: Config, directory: AnyPath) -> "LocalSaves | None":

@@ -24,7 +24,7 @@ _UNKNOWN = "unknown to this version"
 MAY_DIFFER = {
     "preset": "a name for values of other fields",
     "attention": "another implementation of the same function",
-    "max_seq_len": "a limit; learned positions are arrays",
+    "max_seq_len": "a limit; learned positions are arrays; but longrope chooses factors by it",
     "dropout": "in training only",
     "attention_dropout": "in training only",
     "router_aux_loss": "in training only",
@@ -73,7 +73,35 @@ def check_same_settings(
             f"set {there.replace(', ', ' ')}, or if the change is meant "
             f"'checkpoint.allow_changed={json.dumps(list(changed))}'."
         )
-    before, now = saved.get("optimizer", {}).get("name"), config.optimizer.name
+    _check_optimizer(checkpoint, saved.get("optimizer", {}), meta, config, with_moments)
+
+
+def _check_optimizer(
+    checkpoint: Path,
+    saved: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    config: Config,
+    with_moments: bool,
+) -> None:
+    """Raise `ConfigError` where a run's optimizer cannot go on from that of a checkpoint.
+
+    `saved` is the section `[optimizer]` of the configuration in the checkpoint's metadata `meta`.
+    """
+    before, now = saved.get("name"), config.optimizer.name
+    if before == "schedule_free" and not with_moments and meta.get("kind") != "params":
+        raise ConfigError(
+            f"checkpoint {checkpoint} is of optimizer.name='schedule_free', whose parameters are "
+            f"not the average that it evaluates and exports: export it and import that, or resume "
+            f"it as a whole."
+        )
+    if with_moments and before == now == "schedule_free":
+        there, here = saved.get("beta1"), config.optimizer.beta1
+        if there != here:
+            raise ConfigError(
+                f"checkpoint {checkpoint} was trained with optimizer.beta1={there} but this "
+                f"configuration has {here}, which would change the average that 'schedule_free' "
+                f"evaluates: set optimizer.beta1={there}."
+            )
     if with_moments and before not in (None, now):
         raise ConfigError(
             f"checkpoint {checkpoint} was trained with optimizer.name={before!r} but this "
@@ -102,6 +130,10 @@ def changed_settings(saved: Mapping[str, Any], model: ModelConfig) -> dict[str, 
     }
     changed |= {name: (saved[name], _UNKNOWN) for name in saved.keys() - known.keys()}
     rate = "router_bias_rate"
+    if getattr(now, "rope_scaling", None) == "longrope":
+        longest = before.max_seq_len, now.max_seq_len
+        if before.longrope_factors != now.longrope_factors:
+            changed["max_seq_len"] = longest
     if getattr(before, "has_router_bias", False) and not now.has_router_bias:
         changed[rate] = (getattr(before, rate), getattr(now, rate))
     return {f"model.{name}": pair for name, pair in changed.items() if pair[0] != pair[1]}

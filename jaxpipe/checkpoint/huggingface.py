@@ -101,10 +101,13 @@ def import_huggingface(
 
     Parameters keep their dtypes, except that float64 becomes float32; a restore casts them to the
     run's dtype. The metadata is `meta` with the tokenizer and other `ServingFiles` added. Raises
-    `ConfigError`, with nothing written, where config.json does not describe `model`, tensors are
-    missing, unknown or of another shape, or `checkpoints` already holds checkpoints.
+    `ConfigError`, with nothing written, where config.json does not describe `model`, its sizes do
+    not fit each other, tensors are missing, unknown or of another shape, or `checkpoints` already
+    holds checkpoints.
     """
     check_same_model(read_config(source), model, source)
+    for sentence in model.broken_rules(1):
+        raise ConfigError(f"{source}/config.json describes a model that no run takes: {sentence}")
     serving, (files, wanted) = read_serving_files(source, model), open_tensors(source, model)
 
     def lazy(parameter: NamedParameter) -> LazyArray:

@@ -39,6 +39,7 @@ PHASES = {
     "data": Phase("loading a batch"),
     "step": Phase("running a step"),
     "evaluate": Phase("computing the held-out loss"),
+    "tasks": Phase("preparing tasks of lm-eval", 1800, 1800),  # which may be downloaded
     "score": Phase("scoring tokens", 1800, 1800),  # new lengths compile
     "check": Phase("checking a step for corruption", 600, 600),
     "profile": Phase("writing a profile", 600, 600),

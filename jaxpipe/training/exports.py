@@ -54,15 +54,25 @@ class Exports:
             return
         self._ends.set()
         self._steps.put(None)
-        if kind is None and self._waits:
-            position.enter("export")
-            self._thread.join()
+        while kind is None and self._waits and self._thread.is_alive():
+            position.enter("export")  # each has a time limit of its own
+            left = self._steps.qsize()
+            while self._thread.is_alive() and self._steps.qsize() == left:
+                self._thread.join(_LOOK_SECONDS)
 
     def add(self, step: int) -> None:
         """Export the checkpoint of this step once it is complete, if it is one to export."""
         self._waits = step == self._last_step
         if self._every and step % self._every == 0:
             self._steps.put(step)
+
+    def remove_after(self, last_step: int) -> None:
+        """Remove the exports of steps after `last_step`, to which the run went back."""
+        if not (self._every and processes.first() and self._exports.is_dir()):
+            return
+        for folder in self._exports.iterdir():
+            if folder.name.isdigit() and int(folder.name) > last_step:
+                remove_tree(folder)
 
     def _work(self) -> None:
         while (step := self._steps.get()) is not None:

@@ -86,6 +86,8 @@ class TrainLoop:
                 if not can_roll_back(self.trainer.config, self.checkpoints, end):
                     return self._stop(end)
                 state, seen = roll_back(self.trainer, self.checkpoints, end, self.progress.say)
+                if self.exports:
+                    self.exports.remove_after(int(state.step))
                 if self.log:
                     self.log.rewind(int(state.step))
             return end
@@ -191,6 +193,7 @@ class TrainLoop:
                 with _timed(values, "eval_seconds"):
                     values["eval_loss"] = self._heldout_loss(state)
             if self._runs_tasks_at(dispatched.step) and not stops:
+                position.enter("tasks", dispatched.step)
                 with _timed(values, "evaluate_seconds"):
                     values |= self.tasks(state)
             if self.log:

@@ -21,7 +21,7 @@ from jaxpipe.model.lora import NAME as LORA
 from jaxpipe.planning import Devices, RunPlan, resolve
 from jaxpipe.runtime.storage import AnyPath, local_copy, open_path
 from jaxpipe.training.state import State
-from jaxpipe.training.step_guard import StepGuard
+from jaxpipe.training.step_guard import StepGuard, able_to_go_on
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
@@ -99,6 +99,11 @@ def _started(
         if imported := restored.get("variables"):
             state = state._replace(variables=state.variables | imported)
         return state, DataPosition(), meta
+    if adapter := trainer.config.lora.adapter:
+        raise ConfigError(
+            f"lora.adapter={adapter!r} with the full state of checkpoint.resume={resume!r}, which "
+            f"has adapters of its own: leave lora.adapter out, or set checkpoint.parameters_only."
+        )
     exclusion = Exclusion(patterns, lambda: trainer.init().parts())
     restored, meta = _read(path, checkpoints, shapes.parts(), exclusion, say, check)
     return *_resumed(trainer, restored, meta, data, say, but), meta
@@ -181,7 +186,10 @@ def _resumed(
     known, has = trainer.state_shapes.variables, parts.get("variables") or {}
     if new := sorted(known.keys() - has.keys()) if isinstance(known, dict) else []:
         say(f"the checkpoint has no {', '.join(new)} of this model: started from initial values")
-    return trainer.state_of(parts, meta.get("guard", {})), seen
+    guard, train = meta.get("guard", {}), trainer.config.train
+    if seen.rollbacks >= train.spike_rollbacks:
+        guard = able_to_go_on(guard, train)
+    return trainer.state_of(parts, guard), seen
 
 
 def position_in(meta: dict[str, Any], config: Config) -> DataPosition:

@@ -114,3 +114,14 @@ class StepGuard(NamedTuple):
             loss_scale=None if scale is None else jnp.float32(saved.get("loss_scale", scale)),
             spikes=spikes,
         )
+
+
+def able_to_go_on(saved: Mapping[str, Any], train: TrainConfig) -> Mapping[str, Any]:
+    """What `StepGuard.saved` returned, without a series of spikes as long as the limit.
+
+    The run stopped at the next step, and from this checkpoint it would stop there again.
+    """
+    spikes = saved.get("spikes")
+    if not spikes or spikes["in_row"] < train.spike_limit:
+        return saved
+    return {**saved, "spikes": {**spikes, "in_row": 0}}

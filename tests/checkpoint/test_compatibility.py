@@ -105,6 +105,30 @@ def test_another_optimizer_is_named(starts, name, capsys):
     assert train.main([*starts[2], f"optimizer.name={name}"]) == 0
 
 
+def test_the_average_of_schedule_free_is_not_lost():
+    """Its parameters alone are not those that it evaluates, and beta1 is their weight."""
+    config = configs.load(SMALL, ["optimizer.name=schedule_free"])
+    other = configs.load(SMALL, ["optimizer.name=schedule_free", "optimizer.beta1=0.5"])
+    meta = {"config": configs.to_toml(config)}
+    check_same_settings(Path("c"), meta, config, with_moments=True)
+    check_same_settings(Path("c"), meta | {"kind": "params"}, other, with_moments=False)
+    with pytest.raises(ConfigError, match=r"optimizer.beta1=0.9 but this configuration has 0.5"):
+        check_same_settings(Path("c"), meta, other, with_moments=True)
+    with pytest.raises(ConfigError, match="not the average that it evaluates and exports: export"):
+        check_same_settings(Path("c"), meta, config, with_moments=False)
+
+
+def test_a_length_that_chooses_factors_is_compared():
+    factors = {"rope_short_factors": (1.0,) * 4, "rope_long_factors": (2.0,) * 4}
+    sizes = {"n_layers": 2, "d_model": 16, "vocab_size": 64, "n_heads": 2, "d_ff": 48,
+             "n_kv_heads": 2}  # fmt: skip
+    scaling = {"rope_scaling": "longrope", "rope_original_positions": 32}
+    model = FAMILIES["llama"].config(**sizes, **scaling, **factors, max_seq_len=64)
+    saved = msgspec.to_builtins(model)
+    assert changed_settings(saved | {"max_seq_len": 48}, model) == {}
+    assert changed_settings(saved | {"max_seq_len": 16}, model) == {"model.max_seq_len": (16, 64)}
+
+
 OTHER = {int: lambda value: value + 1, float: lambda value: value * 2 + 0.25,
          bool: lambda value: not value, str: lambda value: value + "x",
          tuple: lambda value: (*value, 0.25)}  # fmt: skip

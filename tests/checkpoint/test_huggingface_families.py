@@ -64,6 +64,16 @@ def test_a_gpt_oss_without_rope_scaling_has_that_of_its_class():
     assert model_settings(absent, Path()) == want
 
 
+def test_a_gpt_oss_that_scales_nothing_says_so():
+    """A null would be the scaling of its class."""
+    model = msgspec.structs.replace(model_of("gpt_oss_120b"), rope_factor=1.0)
+    written = hf_format(model).written(model, "bfloat16", model.max_seq_len)
+    assert written["rope_scaling"] == {"rope_type": "default", "rope_theta": 150000.0}
+    assert model_settings(written, Path()).get("rope_factor", 1.0) == 1.0
+    null = config_json("gpt_oss_120b", rope_scaling=None)
+    assert model_settings(null, Path()) == model_settings(config_json("gpt_oss_120b"), Path())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -255,6 +255,14 @@ def test_half_a_set_of_files_is_refused(tmp_path, message):
     assert not (tmp_path / "c").exists()
 
 
+def test_a_model_that_no_run_takes_is_not_imported(tmp_path):
+    dense = replace(QWEN3_MOE, first_dense_layers=QWEN3_MOE.n_layers)
+    source = write_model(tmp_path / "hf", dense, {})
+    with pytest.raises(ConfigError, match="describes a model that no run takes: .*dense"):
+        import_huggingface(source, dense, tmp_path / "c", {})
+    assert not (tmp_path / "c").exists()
+
+
 def test_an_import_that_fails_midway_leaves_no_checkpoint_and_can_be_repeated(tmp_path):
     def fail():
         raise OSError(5, "Input/output error")

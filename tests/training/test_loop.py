@@ -74,6 +74,7 @@ class Recorder:
         return 2.0, np.int32([3, 5])
 
     def tasks(self, state):
+        assert position.now.phase == "tasks"  # which may take longer than a step
         self.events.append(("tasks", state.step))
         return {"tasks/one/acc": state.step / 10}
 

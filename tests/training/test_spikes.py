@@ -182,6 +182,16 @@ def test_without_a_rollback_the_run_stops(tmp_path, rollbacks):
     assert not StepGuard.fresh(train).restored(recorder.guard).stops(train)
 
 
+@pytest.mark.slow
+def test_a_run_that_stopped_goes_on_from_its_last_checkpoint(tmp_path):
+    """Which it saved before it knew that the next step would stop it."""
+    how = [*SETTINGS, "train.spike_limit=1", "checkpoint.every=1"]
+    trainer, data = trainer_of(*how), spiking(6, 7)
+    assert run(until(8, trainer), tmp_path, data=data) == 1
+    assert complete(tmp_path)[-1] == 6
+    assert run(until(8, trainer), tmp_path, data=data) == 0
+
+
 def test_a_spike_between_steps_that_are_not_finite_does_not_end_their_series(tmp_path):
     losses = {6: np.nan, 7: 9.0, 8: np.nan}
     recorder = Recorder(tmp_path, *SETTINGS[1:3], "train.skip_non_finite=1", losses=losses)

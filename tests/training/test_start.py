@@ -59,6 +59,24 @@ def test_no_second_seed(run, capsys):
     assert "already holds checkpoints of steps [4, 8, 12]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("setting", ["checkpoint.resume={run}", "lora.adapter={run}"])
+def test_a_seed_of_other_values_is_refused(tmp_path, run, setting, capsys):
+    given = [setting.format(run=run), *["lora.rank=2"] * setting.startswith("lora")]
+    assert train.main([SMALL, f"run.dir={tmp_path}", "--seed-checkpoint", *given]) == 2
+    assert f"--seed-checkpoint with {setting.split('=')[0]}=" in capsys.readouterr().err
+
+
+def test_a_seed_that_cannot_be_written_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(CheckpointStore, "save", lambda *given: None)
+    assert train.main([SMALL, f"run.dir={tmp_path}", "--seed-checkpoint"]) == 4
+
+
+def test_an_adapter_does_not_replace_those_of_a_full_state(tmp_path, run, capsys):
+    given = [f"checkpoint.resume={run}", "lora.adapter=nowhere", "lora.rank=2"]
+    assert train.main([SMALL, f"run.dir={tmp_path}", *given]) == 2
+    assert "lora.adapter='nowhere' with the full state of" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["", "checkpoints", "checkpoints/8"])
 def test_go_on_from_another_run(tmp_path, run, path, capsys):

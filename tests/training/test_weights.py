@@ -1,6 +1,7 @@
 """Weights out of a run: streamed in Hugging Face's names, and exported while it trains."""
 
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.train import train
+from jaxpipe.training import exports as exports_of_a_run
 from jaxpipe.training.exports import Exports
 from jaxpipe.training.weights import stream_weights
 
@@ -74,6 +76,27 @@ def test_a_checkpoint_that_is_no_longer_kept_is_not_exported(tmp_path):
         exports.add(config.train.steps)  # is not saved, and the run ends
     assert len(said) == 1
     assert "step 2 could not be exported (it is no longer kept" in said[0]
+
+
+def test_every_export_has_the_time_limit_of_one(tmp_path, monkeypatch):
+    for step in (2, 4, 6):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    words = [f"run.dir={tmp_path}", "checkpoint.export_every=2", "train.steps=6"]
+    entered = []
+    monkeypatch.setattr(exports_of_a_run, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(exports_of_a_run.position, "enter", entered.append)
+    monkeypatch.setattr(Exports, "_export", lambda self, step: time.sleep(0.2))
+    with Exports(configs.load(SMALL, words), print):
+        pass
+    assert len(entered) >= 3
+
+
+def test_exports_of_steps_that_were_rolled_back_are_removed(tmp_path):
+    for step in ("2", "4", "6"):
+        (tmp_path / "exports" / step).mkdir(parents=True)
+    config = configs.load(SMALL, [f"run.dir={tmp_path}", "checkpoint.export_every=2"])
+    Exports(config, print).remove_after(4)
+    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["2", "4"]
 
 
 def test_an_export_is_of_a_checkpoint():

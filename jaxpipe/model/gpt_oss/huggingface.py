@@ -63,6 +63,11 @@ class GptOssFormat(LlamaFormat):
         "hidden_act": "silu", "attention_bias": True, "swiglu_limit": CLAMP,
     }  # fmt: skip
 
+    def with_defaults(self, theirs: Fields) -> Fields:
+        """As of any Llama; a `rope_scaling` of null is that of gpt-oss, as if it were absent."""
+        described = super().with_defaults(theirs)
+        return {**described, "rope_scaling": described["rope_scaling"] or _ROPE}
+
     def own_expected(self, theirs: Fields) -> dict[str, Any]:
         """The windows, and the experts."""
         quantised = (theirs.get("quantization_config") or {}).get("quant_method", "mxfp4")
@@ -88,7 +93,9 @@ class GptOssFormat(LlamaFormat):
     def own_written(self, model: GptOssConfig) -> dict[str, Any]:
         """The windows and the experts; raises `ValueError` where gpt-oss cannot express them."""
         experts.check_expressible(model, _ONLY | {"d_expert": model.d_ff}, "gpt-oss")
+        unscaled = {"rope_type": "default", "rope_theta": model.rope_theta}
         return {
+            **({"rope_scaling": unscaled} if model.rope_factor == model.rotary_scale == 1 else {}),
             **self.written_layer_types(model),
             "num_local_experts": model.n_experts,
             "num_experts_per_tok": model.experts_per_token,
