@@ -40,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         arguments = parse(parser, argv)
+        if arguments.limit is not None and arguments.limit < 1:
+            raise ConfigError(f"--limit {arguments.limit}: give 1 or more, or leave it out.")
+        if not _names(arguments.tasks):
+            raise ConfigError(f"--tasks {arguments.tasks!r}: `lm-eval ls tasks` lists their names.")
         results = evaluate(arguments)
         if not processes.first():
             return
@@ -48,6 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(import_optional("lm_eval.utils", "the table", "eval").make_table(results))
 
     return exit_code(run)
+
+
+def _names(tasks: str) -> list[str]:
+    return [name for name in tasks.split(",") if name]
 
 
 def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -69,7 +77,7 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     tokenizer = tokenizer_of(saved, arguments.tokenizer)
     longest = saved.longest or LONGEST
     config = inference_config(saved.model, arguments.overrides, rows=_ROWS, longest=longest)
-    names = [name for name in arguments.tasks.split(",") if name]
+    names = _names(arguments.tasks)
     tasks = Tasks.find(names, str(arguments.include_path or ""), arguments.limit)
     return tasks.evaluate(
         harness_model(LoadedModel.load(saved, config), tokenizer, longest),

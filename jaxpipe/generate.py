@@ -12,12 +12,15 @@ Exit codes: 0 done; 2 bad input; 3 another process is missing; 130 Ctrl-C.
 import argparse
 import sys
 from collections.abc import Sequence
+from math import inf
 
 from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import MODEL, parse, parser_of
 from jaxpipe.inference.command import exit_code, start_devices
 from jaxpipe.inference.settings import check_generation, inference_config
 from jaxpipe.runtime import processes
+
+_COLDEST = 1e-30  # temperature by which float32 logits can be divided
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,8 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_numbers(arguments: argparse.Namespace) -> None:
     if arguments.max_tokens < 1:
         raise ConfigError(f"--max-tokens {arguments.max_tokens}: give 1 or more.")
-    if arguments.temperature < 0:
-        raise ConfigError(f"--temperature {arguments.temperature}: give 0 or more.")
+    if not (arguments.temperature == 0 or _COLDEST <= arguments.temperature < inf):
+        raise ConfigError(
+            f"--temperature {arguments.temperature}: give 0, or a number from {_COLDEST}."
+        )
+    if not -(2**63) <= arguments.seed < 2**63:
+        raise ConfigError(f"--seed {arguments.seed}: give an integer of 64 bits.")
     if not 0 < arguments.top_p <= 1:
         raise ConfigError(f"--top-p {arguments.top_p}: give a share above 0 and at most 1.")
 

@@ -55,6 +55,7 @@ from jaxpipe.planning.search_command import check_arguments, search_layouts
 from jaxpipe.planning.search_table import search_as_json, search_table, write_config
 from jaxpipe.planning.size_checks import resolve_sizes
 from jaxpipe.runtime.devices import DEVICES
+from jaxpipe.runtime.environment import usable_share
 from jaxpipe.schedule import ScheduleError, draw_timeline, fuse_steps, write_schedule
 from jaxpipe.schedule.figure import draw_figure
 
@@ -233,12 +234,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         found = [replace(e, tokens=round(e.tokens * rows.efficiency)) for e in found]
     if steps := arguments.fused_steps:
         found = [overlapped(one, steps) for one in found]
-    advice = advise(config, found, memory=memory, bubble=arguments.bubble)
+    usable = memory * usable_share()
+    advice = advise(config, found, memory=usable, bubble=arguments.bubble)
     if rows and advice.best:
         best = next(one for one in found if one.label == advice.best)
         sentence = _of_documents(config, rows, best, DEVICES[arguments.device].flops)
         advice = replace(advice, sentences=(*advice.sentences, sentence))
-    plan = Plan(config, tuple(found), refused, advice, seconds, memory)
+    plan = Plan(config, tuple(found), refused, advice, seconds, usable)
     shown = _shown(found, arguments.show or advice.best)
     if arguments.json:
         print(json.dumps(plan.as_json(), indent=1))

@@ -13,7 +13,7 @@ from jaxpipe.config import ConfigError
 from jaxpipe.data.optional import import_optional
 from jaxpipe.inference.generation import Generator
 from jaxpipe.inference.loaded_model import LoadedModel
-from jaxpipe.inference.sampling import Sampling
+from jaxpipe.inference.sampling import GREEDY, Sampling
 from jaxpipe.inference.scoring import Scorer
 from jaxpipe.inference.settings import check_generation
 from jaxpipe.inference.text import TextTokenizer
@@ -21,6 +21,13 @@ from jaxpipe.inference.text import TextTokenizer
 PURPOSE = "`python -m jaxpipe.evaluate`"
 _BATCH = 8  # contexts that are continued together
 _NEW_TOKENS = 256  # where a task sets no limit, as in the harness
+_KNOWN = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "use_cache")
+_OF_DRAWS = ("top_k", "min_p", "typical_p")  # which greedy text does not read
+# Values with which settings of transformers' `generate` do nothing.
+_NEUTRAL = {
+    "top_k": 0, "num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0,
+    "length_penalty": 1.0, "no_repeat_ngram_size": 0, "early_stopping": False,
+}  # fmt: skip
 
 
 class HarnessMethods:
@@ -67,7 +74,16 @@ class HarnessMethods:
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's log-probability, and whether it is the greedy one."""
+        """Return each continuation's log-probability, and whether it is the greedy one.
+
+        Raises `ConfigError` where a continuation alone is longer than the model reads.
+        """
+        tokens = max((len(continuation) for _, _, continuation in requests), default=0)
+        if tokens > self.max_length:
+            raise ConfigError(
+                f"a task asks for the probability of {tokens} tokens, but the model is made for "
+                f"{self.max_length}: evaluate another task."
+            )
         longest = self.max_length + 1  # the last token is a target alone
         rows = [(context + continuation)[-longest:] for _, context, continuation in requests]
         results = []
@@ -130,7 +146,7 @@ class HarnessMethods:
         def is_finished(_: int, tokens: list[int]) -> bool:
             return tokens[-1] in ends or any(stop in text_of(tokens) for stop in stops)
 
-        sampling = Sampling(settings.get("temperature", 0.0), settings.get("top_p", 1.0))
+        sampling = sampling_of(settings)
         generator = self._generators.setdefault(sampling, Generator(self.loaded, sampling))
         texts = map(text_of, generator.generate(prompts, tokens, is_finished))
         return [
@@ -159,6 +175,25 @@ class HarnessMethods:
         with tempfile.TemporaryDirectory() as directory:
             self.serving.write(Path(directory))
             return transformers.AutoTokenizer.from_pretrained(directory)
+
+
+def sampling_of(settings: dict[str, Any]) -> Sampling:
+    """How a task's text is generated, from its `generation_kwargs` as the harness normalises them.
+
+    Raises `ConfigError` where a setting asks for more than a temperature and a nucleus.
+    """
+    samples = settings["do_sample"]
+    for name, value in settings.items():
+        if name in _KNOWN or (name in _OF_DRAWS and not samples):
+            continue
+        if name not in _NEUTRAL or value != _NEUTRAL[name]:
+            raise ConfigError(
+                f"a task generates with {name}={value!r}, which this model does not do: evaluate "
+                f"another task, or take the setting out of its generation_kwargs."
+            )
+    if not samples:
+        return GREEDY
+    return Sampling(settings.get("temperature", 1.0), settings.get("top_p", 1.0))
 
 
 def harness_model(loaded: LoadedModel, tokenizer: TextTokenizer, max_length: int) -> Any:

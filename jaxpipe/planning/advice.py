@@ -31,7 +31,8 @@ def advise(
 ) -> Advice:
     """Find the fastest candidate within `memory` bytes a device, and how to reach `bubble`.
 
-    `bubble` is the wanted idle share of the scan; None: no advice on it.
+    `memory` is what jax allocates of a device for a run (`usable_share`). `bubble` is the wanted
+    idle share of the scan; None: no advice on it.
     """
     fitting = sorted(
         (e for e in estimates if e.bytes.total <= memory),
@@ -42,7 +43,8 @@ def advise(
     if not fitting:
         least = min(estimates, key=lambda e: e.bytes.total)
         sentences.append(
-            f"nothing fits {memory / 2**30:.1f} GiB a device: {least.label} needs least, "
+            f"nothing fits the {memory / 2**30:.1f} GiB of a device that jax allocates: "
+            f"{least.label} needs least, "
             f"{least.bytes.total / 2**30:.1f} GiB; raise parallel.pp or parallel.tp, lower "
             f"train.microbatch_size, or set train.remat='full'."
         )

@@ -77,7 +77,7 @@ class Plan:
 
     Attributes:
       refused: for schedules that are not possible, the reason by label.
-      memory: bytes of a device.
+      memory: bytes of a device that jax allocates for a run.
     """
 
     config: Config
@@ -132,7 +132,8 @@ class Plan:
         if self.advice.best:
             fastest = next(one for one in self.estimates if one.label == self.advice.best)
             yield (
-                f"fastest within {self.memory / _GIB:.1f} GiB: {self.advice.best} "
+                f"fastest within the {self.memory / _GIB:.1f} GiB of a device that jax allocates: "
+                f"{self.advice.best} "
                 f"({FAMILIES[fastest.variant.family].summary})"
             )
         yield from _traffic(self.config)

@@ -86,13 +86,13 @@ def compare(got: Observed, want: Observed, suffix: str = "") -> list[Deviation]:
     """
     size = _norm(want.gradients)
     moved = {name for name, g in want.gradients.items() if np.linalg.norm(g) > _ROUNDING * size}
-    moved |= {name for name, update in want.update.items() if not update.any()}
+    moved |= {name for name, u in want.update.items() if not (u.any() and np.isfinite(u).all())}
     updates = [{name: of.update[name] for name in moved} for of in (got, want)]
     return [
         _worst(f"losses{suffix}", got.losses, want.losses),
         _worst(f"gradients{suffix}", got.gradients, want.gradients, _ROUNDING * size),
         _worst(f"update{suffix}", *updates, _ROUNDING * _norm(updates[1])),
-        _worst(f"metrics{suffix}", got.metrics, want.metrics),
+        _worst(f"metrics{suffix}", got.metrics, want.metrics, is_finite=False),
     ]
 
 
@@ -100,11 +100,19 @@ def compare_bits(what: str, got: Arrays, want: Arrays) -> Deviation:
     """The largest relative error between arrays that should have the same bits."""
     same = {name for name in want if np.array_equal(got[name], want[name])}
     rest = want.keys() - same
-    return _worst(what, {k: got[k] for k in rest}, {k: want[k] for k in rest})
+    return _worst(what, {k: got[k] for k in rest}, {k: want[k] for k in rest}, is_finite=False)
 
 
-def _worst(what: str, got: Arrays, want: Arrays, floor: float = 0.0) -> Deviation:
-    errors = {name: _error(got.get(name), values, floor) for name, values in want.items()}
+def _worst(
+    what: str, got: Arrays, want: Arrays, floor: float = 0.0, *, is_finite: bool = True
+) -> Deviation:
+    """The largest error; infinite where `is_finite` and the reference is not: it proves nothing."""
+    errors = {
+        name: _error(got.get(name), values, floor)
+        if np.isfinite(values).all() or not is_finite
+        else float("inf")
+        for name, values in want.items()
+    }
     name = max(errors, key=lambda name: errors[name], default="")
     return Deviation(what, errors.get(name, 0.0), name)
 

@@ -151,6 +151,9 @@ def test_a_run_speaks_and_its_export_says_the_same(tmp_path, capsys):
             "from whole sequences, but",
         ),
         (["--prompt", "!", "--top-p", "0"], "--top-p 0.0: give a share"),
+        (["--prompt", "!", "--temperature", "nan"], "--temperature nan: give 0, or a number from"),
+        (["--prompt", "!", "--temperature", "1e-40"], "give 0, or a number from 1e-30"),
+        (["--prompt", "!", "--seed", "9" * 20], "--seed 99999999999999999999: give an integer of"),
     ],
 )
 def test_refusals(capsys, words, sentence):

@@ -240,6 +240,18 @@ def test_seventy_billion_parameters_on_a_thousand_gpus(capsys):
     assert seconds < 20  # CPU time, however busy the machine is; 8 s on an idle one
 
 
+def test_a_run_has_the_share_of_the_memory_that_jax_allocates(capsys):
+    def fits(*words):
+        assert main([str(SMALL), "--json", *words]) == 0
+        rows = json.loads(capsys.readouterr().out)["schedules"]
+        one = next(row for row in rows if row["configured"])
+        return one["fits"], one["bytes"]["total"]
+
+    needed = fits()[1]
+    for share, want in ((1.05, False), (1.1, True)):
+        assert fits("--memory", f"{needed * share / 1000:.0f}kB")[0] == want
+
+
 def test_the_command_prints_draws_and_advises(capsys, tmp_path):
     small = [str(SMALL), "parallel.pp=2", "parallel.dp=1", "train.grad_accum_steps=4"]
     picture = tmp_path / "plan.svg"

@@ -1,12 +1,14 @@
 """`verify`: a right configuration passes, every planted fault is named, a bad one is refused."""
 
 import jax
+import numpy as np
 import pytest
 
 from jaxpipe import config as configs
 from jaxpipe import verify
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.verification.faults import FAULTS
+from jaxpipe.verification.observed import Observed, compare
 from jaxpipe.verification.self_test import plant
 from jaxpipe.verification.shrinking import shrink
 from jaxpipe.verification.verifying import Verification
@@ -185,3 +187,13 @@ def test_what_shrinks_keeps_the_rules(path, overrides):
 def test_a_bad_configuration_is_refused(path, capsys):
     assert verify.main([str(path), "parallel.tp=3"]) == 2
     assert "model.n_heads=8 must be a multiple of parallel.tp=3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sort", ["losses", "gradients", "update"])
+def test_a_reference_that_is_not_finite_proves_nothing(sort):
+    arrays = {name: {"a": np.ones(3)} for name in ("losses", "gradients", "update", "metrics")}
+    plain = Observed(**arrays)
+    assert max(one.error for one in compare(plain, plain)) == 0
+    broken = Observed(**arrays | {sort: {"a": np.array([1.0, np.nan, 1.0])}})
+    worst = {one.what: one.error for one in compare(broken, broken)}
+    assert worst[sort] == float("inf")
