@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--max-tokens", type=int, default=200, metavar="N", help="the most new tokens (200)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0: the most likely token (0)")
     add("--top-p", type=float, default=1.0, metavar="P", help="share of probability to draw from")
-    add("--seed", type=int, default=0, help="of the draws (0)")
+    add("--seed", type=int, default=0, help="seed of the sampled tokens (0)")
     add("--tokenizer", default="", metavar="PATH", help="a tokenizer.json, or 'bytes'")
 
     def run() -> None:

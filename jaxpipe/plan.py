@@ -107,55 +107,39 @@ class _PrintRules(argparse.Action):
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("plan", __doc__ or "", example="configs/llama3_8b_pp4.toml")
     add = parser.add_argument
-    add("--memory", type=parse_bytes, metavar="80GiB", help="of a device (default: its own)")
-    add(
-        "--device",
-        default="H100",
-        type=_device,
-        choices=DEVICES,
-        help="for the seconds of ops (default H100)",
-    )
+    add("--memory", type=parse_bytes, metavar="80GiB", help="a device's memory (its data sheet's)")
+    add("--device", default="H100", type=_device, choices=DEVICES,
+        help="the device whose data sheet gives FLOP/s and memory (H100)")  # fmt: skip
     add("--search", action="store_true", help="search for the fastest settings on --devices N")
-    add("--efficiency", type=_share, default=0.5, help="share of its peak that ops reach (0.5)")
-    add("--link", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to a neighbour")
-    add("--host", type=parse_bytes, default=50e9, metavar="50GB", help="bytes/s to its host")
-    add(
-        "--network",
-        type=parse_bytes,
-        default=50e9,
-        metavar="50GB",
-        help="bytes/s to replicas (ep, cp)",
-    )
-    add("--costs", metavar="FILE", help="measured seconds instead (parallel.costs)")
-    add(
-        "--lengths",
-        type=local_path,
-        metavar="DIR",
-        help="a prepared folder: tokens/s of its documents",
-    )
-    add("--bubble", type=_share, metavar="0.05", help="say what to change to get the bubble so low")
-    add("--fused-steps", type=int, choices=range(2, 17), metavar="N", help="if N steps overlapped")
-    add("--show", metavar="SCHEDULE", help="which of the table to draw (default: the best)")
-    add("--timeline", action="store_true", help="print its timeline")
-    add("--picture", type=local_path, metavar="FILE", help="draw it: .svg, .pdf, .png or .html")
-    add("--html", type=local_path, metavar="FILE", help="a page with all of it, to look at")
-    add(
-        "--write",
-        type=local_path,
-        metavar="FILE",
-        help="its orders: .csv or .json, as schedule_file; with --search the fastest: .toml",
-    )
-    add(
-        "--check-gpu",
-        type=parse_cards,
-        metavar="CARD[,...]",
-        help=f"compile for {', '.join(CARDS)}",
-    )
-    add("--save", type=local_path, metavar="DIR", help="write what is compiled, to be loaded")
-    add("--devices", type=_counts, metavar="N[,...]", help="how many: for dp=-1, and to check")
-    add("--schedules", type=_words, metavar="NAME[,...]", help="several, for --check-gpu")
+    add("--efficiency", type=_share, default=0.5, help="share of the peak that ops reach (0.5)")
+    add("--link", type=parse_bytes, default=50e9, metavar="50GB",
+        help="bytes/s to a neighbouring pipeline rank (50GB)")  # fmt: skip
+    add("--host", type=parse_bytes, default=50e9, metavar="50GB",
+        help="bytes/s between a device and its host (50GB)")  # fmt: skip
+    add("--network", type=parse_bytes, default=50e9, metavar="50GB",
+        help="bytes/s to other replicas (50GB)")  # fmt: skip
+    add("--costs", metavar="FILE", help="read op times from FILE (as parallel.costs)")
+    add("--lengths", type=local_path, metavar="DIR",
+        help="a prepared folder: count its tokens, not the padding of packed rows")  # fmt: skip
+    add("--bubble", type=_share, metavar="0.05", help="report what would lower the bubble to this")
+    add("--fused-steps", type=int, choices=range(2, 17), metavar="N",
+        help="add the time that N overlapping steps save (train.fused_steps)")  # fmt: skip
+    add("--show", metavar="SCHEDULE", help="the schedule to draw and write (the recommended one)")
+    add("--timeline", action="store_true", help="print the schedule's timeline")
+    add("--picture", type=local_path, metavar="FILE",
+        help="draw the schedule: .svg, .pdf, .png or .html")  # fmt: skip
+    add("--html", type=local_path, metavar="FILE", help="write the plan as an interactive page")
+    add("--write", type=local_path, metavar="FILE",
+        help="write the schedule (.csv, .json), or with --search the fastest configuration "
+        "(.toml)")  # fmt: skip
+    add("--check-gpu", type=parse_cards, metavar="CARD[,...]",
+        help=f"compile the step for these GPUs: {', '.join(CARDS)}")  # fmt: skip
+    add("--save", type=local_path, metavar="DIR", help="write the compiled step to DIR")
+    add("--devices", type=_counts, metavar="N[,...]",
+        help="number of devices, also for dp=-1; several only with --check-gpu")  # fmt: skip
+    add("--schedules", type=_words, metavar="NAME[,...]", help="schedules to compile (--check-gpu)")
     add("--json", action="store_true", help="print everything as one JSON object")
-    add("--rules", action=_PrintRules, nargs=0, help="print the rules across settings, and exit")
+    add("--rules", action=_PrintRules, nargs=0, help="print the rules between settings, and exit")
     return parser
 
 

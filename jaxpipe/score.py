@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     paths = {"model": MODEL, "tokens": "a .npy, a .jsonl, or a prepared folder"}
     parser = parser_of("score", __doc__ or "", paths=paths)
-    parser.add_argument("--out", type=local_path, help="a .npz or .jsonl; none for a folder")
+    parser.add_argument(
+        "--out", type=local_path, help="output file, .npz or .jsonl; not for a folder"
+    )
 
     def run() -> None:
         arguments = parse(parser, argv)

@@ -43,21 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     position.restart()
     position.enter("plan")
     parser = parser_of("train", __doc__ or "")
-    parser.add_argument("--print-config", action="store_true", help="print it resolved, and stop")
+    parser.add_argument("--print-config", action="store_true", help="print every setting, and exit")
     parser.add_argument("--resume", metavar="auto|none|PATH", help="checkpoint.resume")
     parser.add_argument(
         "--status",
         action=_OfRun,
         type=any_path,
         metavar="RUN_DIR",
-        help="print what a run does, from its files, and stop; needs no CONFIG",
+        help="print the state of a run from its files, and exit; needs no CONFIG",
     )
     parser.add_argument(
         "--report",
         action=_OfRun,
         type=any_path,
         metavar="RUN_DIR",
-        help="write report.html into it, a page of its metrics, and stop; needs no CONFIG",
+        help="write a page of the run's metrics, report.html, into it, and exit; needs no CONFIG",
     )
     parser.add_argument(
         "--seed-checkpoint", action="store_true",

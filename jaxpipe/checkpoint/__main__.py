@@ -110,7 +110,12 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     outgoing.set_defaults(run=_export)
 
     looking = commands.add_parser("inspect", help="show what a checkpoint holds")
-    looking.add_argument("checkpoint", type=any_path, metavar="DIR", help="of a step, or of all")
+    looking.add_argument(
+        "checkpoint",
+        type=any_path,
+        metavar="DIR",
+        help="a checkpoint, or a directory of checkpoints",
+    )
     looking.set_defaults(run=_inspect)
 
     # argparse matches a `*` positional with nothing once an option precedes it, so take the rest.

@@ -12,10 +12,10 @@ from jaxpipe.config.sections import Config
 from jaxpipe.model import FAMILIES, ModelConfig
 
 SETTINGS = (
-    "settings that take the place of the file's, as lines of TOML: train.steps=20 "
+    "settings, in TOML syntax, that override those of the file, such as train.steps=20 "
     "parallel.schedule=gpipe; `python -m jaxpipe.train CONFIG --print-config` lists all with their "
-    "values, jaxpipe/config/sections.py says what they mean; relative paths are meant from where "
-    "the command is given"
+    "values; sections.py, files.py and watching.py in jaxpipe/config, and config.py of the model's "
+    "family, document them; relative paths start at the current directory"
 )
 
 

@@ -44,9 +44,9 @@ class DataConfig(Section, kw_only=True):
     # limit on the documents in a packed row; with attention "cudnn" each takes 8 bytes x heads x
     # head dim x tokens of a row in BW
     max_documents: Positive = 64
-    # packed rows of equal attention that follow one another [rows]; with the rows of a step its
-    # microbatches take equal time, because in every tick all ranks wait for the slowest, but its
-    # documents are alike; 1: only permute the rows of a step; 0: rows are in order; costs a sort on
+    # rows per block of the packed training order; the rows of a block need similar attention. With
+    # as many as a step has rows (M x B) all microbatches of a step take similar time, but its
+    # documents are alike; 1: only permute the rows of a step; 0: keep the order. Costs a sort on
     # the host
     balance_rows: Count = 0
     # on resuming a checkpoint of other data, mixture or seq_len: continue its step and moments at

@@ -48,7 +48,8 @@ class ParallelConfig(Section, kw_only=True):
     slices: Positive = 1  # sequence slices, which pass the pipeline one after the other
     tp: Positive = 1  # devices that share every layer (tensor parallelism)
     pipeline_first: bool = False  # order devices so that a replica's pipeline ranks are neighbours
-    sequence_parallel: bool = False  # shard the stream between sublayers over tp along the sequence
+    # shard the residual stream along the sequence over tp, between the layers' tp regions
+    sequence_parallel: bool = False
     # shard embedding and head over pipeline ranks; auto: on GPU, if the simulated scan is at most
     # 1 % longer
     vocab_parallel_pp: bool | Literal["auto"] = "auto"
@@ -66,14 +67,16 @@ class ParallelConfig(Section, kw_only=True):
     schedule_file: LocalPath = ""
     # stages per pipeline rank, for schedules with a choice; 0: the schedule's default
     virtual_stages: Count = 0
-    # microbatches that a pipeline rank runs through one stage before its next; 0: the schedule's
+    # microbatches that a pipeline rank runs through one stage before its next stage; 0: the default
+    # of the schedule
     breadth: Count = 0
-    # limit on live activations per pipeline rank: bytes ("40GiB"); "auto": what the device has
-    # left; "1p", "2p": P or 2P microbatches on all of its stages; a number: microbatches on one
-    # stage; empty: the schedule's
+    # limit on live activations per pipeline rank. "40GiB": bytes; "auto": the bytes that the device
+    # has left; "1p", "2p": P or 2P microbatches on all stages of the rank; a number: microbatches
+    # on one stage; empty: the default of the schedule
     memory_limit: str | float = ""
-    # what a schedule search minimises: time of the lockstep scan, or with freely running pipeline
-    # ranks the longest span of a rank or the makespan
+    # what a schedule search minimises. scan: time of the lockstep scan; the others are times of
+    # ranks that run asynchronously. span: the longest time of a rank from its first start to its
+    # last end; makespan: the time from the first start to the last end over all ranks
     objective: Literal["scan", "span", "makespan"] = "scan"
     # op times [s] for searches and plans: a file of measured ones; "measure": the run measures them
     # before its first step and stores them in run.dir; empty: estimates for an H100
@@ -92,14 +95,17 @@ class ParallelConfig(Section, kw_only=True):
     # defer weight gradients of embedding and head to W of their stages; keeps logit gradients live
     defer_ends: bool = False
     # limit on live microbatches per pipeline rank, within which forwards run ahead of the
-    # schedule's order; 0: none does. For 1f1b 2 pp - 1 hides the idle time of lockstep execution,
-    # but takes memory; for interleaved_1f1b pp (virtual_stages + 1) - 1 does with transfer_ticks=1,
-    # in the memory that it needs anyway
+    # schedule's order; 0: forwards keep the order. For 1f1b, 2 pp - 1 (2 pp with
+    # vocab_parallel_pp, and slices - 1 more with slices) hides the idle time of lockstep execution,
+    # but takes memory; for interleaved_1f1b, pp (virtual_stages + 1) - 1 hides it with
+    # transfer_ticks=1, in the memory that the schedule needs anyway
     in_flight: Count = 0
-    # layers of one kind in a row on a pipeline rank that the program spells out; if there are more,
-    # it repeats so many in a loop and compiles as fast for any number. 0: 4 on CPU and where dp and
-    # tp are 1, and a loop repeats 1; otherwise, and with fp8 on GPU, all: a loop hides fewer
-    # collectives, though those of experts are hidden as well with 4, in a quarter of the time
+    # longest series of layers of one kind on a pipeline rank that the program unrolls. A longer
+    # series is a loop with this many layers per iteration: its compile time does not grow with the
+    # layers, but it hides fewer collectives. 0: 4 on CPU, and where dp and tp are 1 without fp8 (an
+    # iteration then has 1 layer); otherwise, or where no loop is possible, all layers are unrolled.
+    # With experts on GPUs, 4 hides the all-to-alls as well as unrolling all, in a quarter of the
+    # compile time
     unroll_layers: Count = 0
 
     @property
@@ -195,20 +201,23 @@ class TrainConfig(Section, kw_only=True):
     # skip steps whose loss or gradient norm is above the mean of the last accepted steps by more
     # than this number of standard deviations; 0: off, 6 is usual. Costs nothing
     spike_sigma: Annotated[float, Meta(ge=0)] = 0.0
-    # accepted steps that mean and standard deviation are of; no step is a spike before half of them
+    # number of newest accepted steps that give mean and standard deviation; no step is a spike
+    # before half as many have been accepted
     spike_window: Annotated[int, Meta(ge=2, le=2**16)] = 128
-    # consecutive steps to skip from a spike on before the run rolls back or stops
+    # most consecutive steps to skip, counted from a spike on; at one more the run rolls back or
+    # stops
     spike_limit: Count = 8
-    # times that the run goes back to the checkpoint before the spikes and on with the data after
-    # them, before it stops; 0: it stops at once. Needs checkpoint.every
+    # most rollbacks of a run to the checkpoint before a series of spikes; each continues with the
+    # data after the series; 0: the run stops instead. Needs checkpoint.every
     spike_rollbacks: Count = 0
     # steps between checks for devices that compute wrong numbers: forward and backward run twice
     # more, once with the devices in another order, and all bits are compared; 0: never. Needs
     # deterministic, three devices, and memory for another copy of parameters and gradients
     corruption_check_every: Count = 0
     on_corruption: Literal["stop", "warn"] = "stop"  # what a run does when a check fails
-    # sequence chunks of the loss; only one chunk's logits are live, but the head's gradient has a
-    # float32 sum of its own: saves memory where a microbatch has more tokens than d_model
+    # chunks of the sequence whose logits and loss are computed one after the other; 1: all at once.
+    # Only one chunk's logits are live, but the head's gradient gets a separate float32 sum
+    # [d_model, vocab_size]: saves memory if a microbatch has more tokens than d_model
     loss_chunks: Positive = 1
     z_loss: Annotated[float, Meta(ge=0)] = 0.0  # factor of the mean of log(Z)^2, Z of the softmax
     # cross_entropy; dpo: of pairs of answers, see [preference]; or "module:function" of your own,
@@ -238,12 +247,12 @@ class PreferenceConfig(Section, kw_only=True):
 class LoraConfig(Section, kw_only=True):
     """`[lora]`: low-rank adapters, which are trained in place of the model's parameters."""
 
-    rank: Count = 0  # inner width of an adapter; 0: there are none, and all parameters are trained
-    alpha: PositiveFloat = 16.0  # adapters count alpha / rank times
-    # layer weights with an adapter, such as "wq", "w_up", "expert_down"; empty: all of them
+    rank: Count = 0  # inner width of an adapter; 0: no adapters, all parameters are trained
+    alpha: PositiveFloat = 16.0  # the product of an adapter is scaled by alpha / rank
+    # names of the layer weights that get an adapter, as "wq", "w_up", "expert_down"; empty: all
     targets: tuple[str, ...] = ()
-    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # rate in training, of an adapter's inputs
-    adapter: AnyPath = ""  # folder in PEFT's format to start from; empty: they change nothing yet
+    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # dropout rate on an adapter's inputs
+    adapter: AnyPath = ""  # folder of adapters in PEFT's format to start from; empty: new adapters
 
 
 class OptimizerConfig(Section, kw_only=True):

@@ -39,9 +39,10 @@ class RuntimeConfig(Section, kw_only=True):
     # fewest devices on which a run goes on after processes are lost for good: it takes a smaller
     # dp, or else another pp, and keeps the batch; 0: it needs all devices of its mesh
     min_devices: Count = 0
-    # seconds in one step, batch, held-out batch or save after which the run hangs and ends (exit
-    # code 5); auto: 5 median steps, at least 60, for a save 600; 0: off, as for a debugger.
-    # Starting, restoring and compiling have at least 1800
+    # limit on the time of one step, batch, held-out batch or save [s], beyond which the run counts
+    # as hung and exits with code 5; auto: 5 median steps, at least 60, but 600 for a save and until
+    # the first step has finished; 0: off, as for a debugger. Starting, restoring and compiling have
+    # at least 1800
     hang_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] | Literal["auto"] = "auto"
     # directory of compiled programs, which the next start loads; auto: one in the user's cache
     # directory, entries removed after 30 days; "": none. JAX_COMPILATION_CACHE_DIR takes precedence

@@ -63,14 +63,19 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="a tokenizer.json, a model's directory with one, or 'bytes'",
     )  # fmt: skip
     making.add_argument(
-        "--out", required=True, type=any_path, metavar="DIR", help="made if need be"
+        "--out",
+        required=True,
+        type=any_path,
+        metavar="DIR",
+        help="output folder, created if needed",
     )
     making.add_argument(
-        "--field", default="", help="with the text; default: messages, prompt and completion, text"
-    )
+        "--field", default="",
+        help="field with the text; default: messages, prompt and completion, text",
+    )  # fmt: skip
     making.add_argument(
         "--ignore", action="append", default=[], metavar="FIELD",
-        help="to leave out though it may change what is learned, such as tools; can be repeated",
+        help="leave out this field although it may change what is trained; can be repeated",
     )  # fmt: skip
     making.add_argument(
         "--eod", default="", metavar="TOKEN",
@@ -87,20 +92,23 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "dpo",
     )  # fmt: skip
     making.add_argument(
-        "--workers", type=_positive_number, default=os.cpu_count(), help="processes"
+        "--workers",
+        type=_positive_number,
+        default=os.cpu_count(),
+        help="number of worker processes",
     )
     making.add_argument(
         "--piece", type=parse_bytes, default="32MiB", metavar="SIZE",
-        help="of the inputs, that becomes a shard and is done again after a crash",
+        help="size of an input piece, which becomes a shard and is prepared again after a crash",
     )  # fmt: skip
     making.add_argument(
-        "--skip-bad-lines", action="store_true", help="count what cannot be read, and leave it out"
+        "--skip-bad-lines", action="store_true", help="skip and count records that cannot be read"
     )
     making.set_defaults(run=_prepare)
 
     looking = commands.add_parser("inspect", help="show what a prepared folder holds")
     looking.add_argument("folder", type=any_path, metavar="DIR")
-    looking.add_argument("--documents", type=int, default=3, help="that are shown decoded")
+    looking.add_argument("--documents", type=int, default=3, help="number of documents to decode")
     looking.set_defaults(run=_inspect)
     return parser.parse_args(argv)
 

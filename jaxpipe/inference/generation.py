@@ -82,7 +82,7 @@ class Generator:
         return generated
 
     def _decoding(self, prompts: int, tokens: int) -> "Decoding":
-        """What reads prompts of up to so many tokens, and draws the next ones."""
+        """Return the decoding of `prompts` prompts, with up to `tokens` tokens each."""
         if uses_pipeline(self.loaded.trainer.config):
             return self._uncached
         cached = self.cached_model(-(-tokens // _ROUNDING) * _ROUNDING)
@@ -93,7 +93,7 @@ class Generator:
         return UncachedModel(self.loaded, self.sampling)
 
     def cached_model(self, tokens: int) -> "CachedModel":
-        """The programs with a cache of so many tokens."""
+        """The compiled programs with a cache of `tokens` tokens."""
         return self._by_tokens.setdefault(tokens, CachedModel(self.loaded, self.sampling, tokens))
 
     @cached_property

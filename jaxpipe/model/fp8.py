@@ -84,12 +84,12 @@ class Fp8Dot(Dot):
 
     @property
     def adds_up(self) -> bool:
-        """No: the gradients of scales are maxima."""
+        """Return False: the cotangents of the scales are maxima, which may not be added."""
         return False
 
     @property
     def row_multiple(self) -> int:
-        """That of the tiles of 8-bit products."""
+        """Return the tile size of the 8-bit kernel, or 1 for products without groups."""
         return TILE if self.groups else 1
 
     def grouped(self, product: Callable[..., jax.Array], sizes_E: jax.Array) -> Dot:

@@ -247,7 +247,7 @@ class LoraDot(Dot):
 
     @property
     def adds_up(self) -> bool:
-        """As the products with the frozen weights do."""
+        """Whether the gradients of the frozen weights' products may be added (`Dot.adds_up`)."""
         return self.base.adds_up
 
     def __call__(self, x: jax.Array, **weights: jax.Array) -> tuple[jax.Array, ...]:
@@ -257,7 +257,7 @@ class LoraDot(Dot):
 
     @property
     def row_multiple(self) -> int:
-        """As the products with the frozen weights need."""
+        """The row multiple of the frozen weights' products (`Dot.row_multiple`)."""
         return self.base.row_multiple
 
     def grouped(self, product: Callable[..., jax.Array], sizes_E: jax.Array) -> Dot:

@@ -50,17 +50,17 @@ class Kind(NamedTuple):
 
     Attributes:
       make: the transformation from its ingredients.
-      by_value: whether it updates value by value: every value from what stands at its own position,
-        with the same bits in every program. A device can then apply it to its own shards in the
+      is_elementwise: whether every value is updated from what stands at its own position, with the
+        same bits in every program. A device can then apply it to its own shards in the
         program of several steps. Others need the full matrices of a layer, or round differently
         where XLA fuses them differently (schedule-free's averages).
-      by_matrix: whether it updates matrices of layers one by one and everything else value by
-        value, so that a device which stores full matrices can apply it there, too.
+      is_per_matrix: whether it updates matrices of layers one by one and everything else
+        elementwise, so that a device which stores full matrices can apply it there, too.
     """
 
     make: Callable[[Ingredients], optax.GradientTransformation]
-    by_value: bool = True
-    by_matrix: bool = False
+    is_elementwise: bool = True
+    is_per_matrix: bool = False
 
 
 def _adam(config: OptimizerConfig, *, nesterov: bool = False) -> optax.GradientTransformation:
@@ -97,16 +97,17 @@ def _schedule_free(ingredients: Ingredients) -> optax.GradientTransformation:
 
 
 KINDS = {
-    "adafactor": Kind(_adafactor, by_value=False),
+    "adafactor": Kind(_adafactor, is_elementwise=False),
     "adamw": Kind(lambda parts: parts.descend(_adam(parts.config))),
     "lion": Kind(_lion),
-    "muon": Kind(_muon, by_value=False, by_matrix=True),
+    "muon": Kind(_muon, is_elementwise=False, is_per_matrix=True),
     "nadamw": Kind(lambda parts: parts.descend(_adam(parts.config, nesterov=True))),
-    "schedule_free": Kind(_schedule_free, by_value=False),
+    "schedule_free": Kind(_schedule_free, is_elementwise=False),
     "sgd": Kind(lambda parts: parts.descend(optax.trace(parts.config.beta1))),
 }
 _CUSTOM = Kind(
-    lambda parts: layerwise(load_custom(parts.config, parts.rate), parts.stored), by_value=False
+    lambda parts: layerwise(load_custom(parts.config, parts.rate), parts.stored),
+    is_elementwise=False,
 )
 
 

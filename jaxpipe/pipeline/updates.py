@@ -232,7 +232,7 @@ class _UpdatingTicks:
     empty: tuple[Aux, Tree]
 
     def first_step(self, carry: Carry) -> RankStep:
-        """Return what a rank has before its first step."""
+        """Return the gradients, parameters and counters of a rank before its first step."""
         own, variables = self.own, self.work.step.variables
         like = jax.eval_shape(lambda: (self._gradients(carry), self._aux(carry)))
         gradients, aux = jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), like)

@@ -76,10 +76,11 @@ def _unmet(config: Config) -> Iterator[tuple[str, str]]:
 
     kind = kind_of(config.optimizer.name)
     has_matrices = parallel.tp == 1 and (parallel.dp == 1 or not parallel.zero_stage)
-    if not (kind.by_value or (kind.by_matrix and has_matrices)):
-        name, fit = config.optimizer.name, [name for name, kind in KINDS.items() if kind.by_value]
+    if not (kind.is_elementwise or (kind.is_per_matrix and has_matrices)):
+        name = config.optimizer.name
+        fit = [name for name, kind in KINDS.items() if kind.is_elementwise]
         yield (
             f"optimizer.name={name!r}",
-            f"a rank updates value by value, as {', '.join(fit)} do"
-            + ", or by full matrices (parallel.tp=1, parallel.zero_stage=0)" * kind.by_matrix,
+            f"a rank updates elementwise, as {', '.join(fit)} do"
+            + ", or by full matrices (parallel.tp=1, parallel.zero_stage=0)" * kind.is_per_matrix,
         )

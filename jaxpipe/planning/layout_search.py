@@ -106,7 +106,7 @@ class LayoutSearch:
         self._facts: dict[tuple[object, ...], ScheduleFacts] = {}
 
     def run(self) -> SearchResult:
-        """Return the best of the space: what `every` has, without simulating most of it.
+        """Return the fastest configurations, equal to those of `every`, without simulating all.
 
         Candidates are simulated in the order of their lower bounds (`bounds.least_seconds`, with
         the shortest update), until that of the next exceeds the time of the last result. Those that

@@ -22,8 +22,8 @@ def unroll_layers(plan: "RunPlan") -> int | None:
 
     `parallel.unroll_layers`, if it is above 0 and below the layers of a kind that a pipeline rank
     runs in a row, excludes `train.offload_layers`, off the CPU schedules that run an F and a
-    gradient at once (`dualpipe`, `dualpipev`), and optimizers that update neither value by value
-    nor matrix by matrix (`adafactor`, `schedule_free`, and your own).
+    gradient at once (`dualpipe`, `dualpipev`), and optimizers that update neither elementwise nor
+    matrix by matrix (`adafactor`, `schedule_free`, and your own).
     """
     given, reason = plan.config.parallel.unroll_layers, _reason(plan)
     if reason is None:
@@ -55,6 +55,6 @@ def _reason(plan: "RunPlan") -> str | None:
             f"gradient one by one"
         )
     kind = kind_of(config.optimizer.name)
-    if not (kind.by_value or kind.by_matrix):
+    if not (kind.is_elementwise or kind.is_per_matrix):
         return f"optimizer.name={config.optimizer.name!r} updates layer by layer"
     return None

@@ -32,7 +32,7 @@ def resolve_sizes(config: Config, devices: int | None) -> Config:
 
 
 def may_shrink(config: Config, devices: int) -> bool:
-    """Whether a mesh that lacks devices may become smaller on so many (`runtime.min_devices`)."""
+    """Whether a run whose mesh has more devices may start on `devices` (`runtime.min_devices`)."""
     least = config.runtime.min_devices
     return 0 < least <= devices < config.parallel.devices
 

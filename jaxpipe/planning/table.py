@@ -43,17 +43,20 @@ _COLUMNS = (
         lambda one: _ends(one),
     ),
     Column(
-        "bubble", "idle share of ranks that run freely, of the whole step",
+        "bubble", "idle share of ranks that run asynchronously, of the whole step",
         lambda one: one.report.bubble_global, ".1%",
     ),
-    Column("span", "the same of a rank's own span", lambda one: one.report.bubble_span, ".1%"),
+    Column(
+        "span", "idle share within the slowest rank's span, first start to last end",
+        lambda one: one.report.bubble_span, ".1%",
+    ),
     Column(
         "scan", "idle share of the scan that the executor runs",
         lambda one: one.report.bubble_scan, ".1%",
     ),
-    Column("held", "microbatches x stages on a rank", lambda one: one.held, "d"),
+    Column("held", "largest number of live (microbatch, stage) pairs", lambda one: one.held, "d"),
     _TOTAL,
-    Column("stored", "activations of it", lambda one: one.bytes.activations / _GIB, ".1f"),
+    Column("stored", "activations in GiB", lambda one: one.bytes.activations / _GIB, ".1f"),
     Column("sent", "GiB sent to neighbours in a step", lambda one: one.sent / _GIB, ".1f"),
     Column("tokens/s", "of all replicas", lambda one: one.tokens_per_second, ",.0f"),
     Column(

@@ -24,17 +24,18 @@ class Device(NamedTuple):
 
 
 _GB = 10**9
-# Source: NVIDIA's data sheets of these cards. A name that begins like another one comes before it.
+# Source: NVIDIA's data sheets of these cards; the memory of B200, H200, H100 and A100 is what CUDA
+# has (`gpu/*.txtpb`). A name that begins like another one comes before it.
 DEVICES: dict[str, Device] = {
     "GB200": Device(2500e12, 186 * _GB, 900e9, 5000e12),
-    "B200": Device(2250e12, 180 * _GB, 900e9, 4500e12),
+    "B200": Device(2250e12, 191_514_411_008, 900e9, 4500e12),
     "GH200": Device(989e12, 96 * _GB, 450e9, 1979e12),
     "H200 NVL": Device(835e12, 141 * _GB, 64e9, 1671e12),
-    "H200": Device(989e12, 141 * _GB, 450e9, 1979e12),
+    "H200": Device(989e12, 151_397_597_184, 450e9, 1979e12),
     "H100 NVL": Device(835e12, 94 * _GB, 64e9, 1671e12),
     "H100 PCIe": Device(756e12, 80 * _GB, 64e9, 1513e12),
-    "H100": Device(989e12, 80 * _GB, 450e9, 1979e12),
-    "A100": Device(312e12, 80 * _GB, 300e9),
+    "H100": Device(989e12, 84_942_979_072, 450e9, 1979e12),
+    "A100": Device(312e12, 85_100_068_864, 300e9),
     "L40S": Device(362e12, 48 * _GB, 32e9, 733e12),
     "RTX 4090": Device(165e12, 24 * _GB, 32e9, 330e12),
 }
@@ -79,11 +80,11 @@ def device_memory(device_kind: str) -> int | None:
     """Bytes of a device's memory by jax's name for it; None if unknown.
 
     >>> device_memory("NVIDIA H100 80GB HBM3"), device_memory("cpu")
-    (80000000000, None)
+    (84942979072, None)
     """
     name, stated = data_sheet_of(device_kind), re.search(r"(\d+)GB", device_kind)
     if name and stated:  # a smaller card, or the host's memory of a GH200
-        return min(int(stated[1]) * _GB, DEVICES[name].memory)
+        return min(int(stated[1]) << 30, DEVICES[name].memory)
     return DEVICES[name].memory if name else None
 
 

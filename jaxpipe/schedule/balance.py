@@ -206,7 +206,7 @@ class _Problem:
         return all(self._fits(begin, end, 1) for begin, end in pairwise(ends))
 
     def _fits(self, begin: int, end: int, stages: int) -> bool:
-        """Whether so many stages could hold these layers within `most`."""
+        """Whether a number of stages could hold these layers, each within `most`."""
         return self.most is None or self.sizes[end] - self.sizes[begin] <= self.most * stages
 
     def search(self, most_work: int) -> tuple[int, ...] | None:

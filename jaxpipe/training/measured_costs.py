@@ -23,7 +23,7 @@ from jaxpipe.training.trainer import Trainer
 _REPEATS = 5
 _LEAST = {  # what an objective minimises: a description, and the field of a `Report`
     "span": ("the longest span of a rank", "max_span"),
-    "makespan": ("a step of ranks that run freely", "makespan"),
+    "makespan": ("a step of ranks that run asynchronously", "makespan"),
     "scan": ("a step", "scan_makespan"),
 }
 

@@ -59,7 +59,7 @@ def _run_table(trainer: Trainer, tables: Tables, report: SimulationReport) -> Ta
         ),
         "idle time": (
             f"{report.bubble_scan:.1%} (bubble, for equal op times); "
-            f"{report.bubble_global:.1%} if ranks ran freely"
+            f"{report.bubble_global:.1%} if ranks ran asynchronously"
         ),
         "learning rate": _learning_rate(config),
         **({"experts": trainer.grouped.note} if trainer.grouped.note else {}),

@@ -64,7 +64,7 @@ def test_costs_and_memory_are_of_the_devices_that_are_there():
     config = configs.load(SMALL, PIPELINE)
     for kind, name, memory in (
         ("NVIDIA A100-SXM4-80GB", "A100", DEVICES["A100"].memory),
-        ("NVIDIA A100-SXM4-40GB", "A100", 40e9),
+        ("NVIDIA A100-SXM4-40GB", "A100", 40 << 30),
         ("NVIDIA GH200 480GB", "GH200", 96e9),
         ("NVIDIA H200", "H200", DEVICES["H200"].memory),
         ("Unknown", "H100", None),

@@ -20,18 +20,20 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
     The fields of attention have the names of the published config.json.
     """
 
-    kv_lora_rank: Positive  # width of the latent that keys and values are made of
-    q_lora_rank: Count = 0  # width of the latent that queries are made of; 0: made of the stream
-    qk_nope_head_dim: Positive  # width of the part of a query or key head without positions
-    qk_rope_head_dim: Positive  # width of the rotated part, of keys one for all heads
+    kv_lora_rank: Positive  # width of the latent from which keys and values are computed
+    # width of the latent from which queries are computed; 0: no latent, queries come from x
+    q_lora_rank: Count = 0
+    qk_nope_head_dim: Positive  # dims of a query or key head that are not rotated
+    qk_rope_head_dim: Positive  # dims of a query head that are rotated; all heads share their keys
     v_head_dim: Positive  # width of a head's values
     norm_eps: PositiveFloat = 1e-6  # added to the mean square in every norm
     rope_theta: PositiveFloat = 10000.0  # base of the rotary wavelengths
     tie_embeddings: bool = False  # the head is the transposed embedding
-    # further tokens that each position predicts in training, by blocks of their own; 0: none
+    # number of further tokens that each position predicts in training (multi-token prediction),
+    # each by a block of its own; 0: none
     mtp_depth: Annotated[int, Meta(ge=0, le=16)] = 0
-    # weight of the mean loss of the further tokens: their sum over the targets of a batch, or with
-    # experts over its tokens, as of model.router_aux_loss
+    # weight of the loss of the further tokens: their summed loss over the number of the batch's
+    # targets or, in a model with experts, over the number of its tokens (as in router_aux_loss)
     mtp_weight: NotNegative = 0.1
 
     @property

@@ -30,16 +30,19 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     router_score: Literal["softmax", "sigmoid"] = "softmax"  # score of an expert for a token
     norm_topk_prob: bool = True  # normalise a token's weights to a sum of 1, before router_scale
     router_scale: PositiveFloat = 1.0  # factor on the weights
-    expert_groups: Positive = 1  # equal groups of neighbouring experts; 1: no groups
-    groups_per_token: Positive = 1  # best groups, within which a token chooses its experts
-    group_score_experts: Positive = 2  # best experts of a group whose sum of scores ranks it
-    # weight of the load-balancing loss, which is 1 for even loads: a mean over routed tokens
-    # (masked ones included), summed over sparse layers; 0: none
+    expert_groups: Positive = 1  # equal groups of consecutive experts; 1: no groups
+    groups_per_token: Positive = 1  # number of best groups within which a token chooses its experts
+    group_score_experts: Positive = 2  # a group's score is the sum of this many of its best scores
+    # weight of the load-balancing loss, which is 1 for even loads: its mean over the routed tokens,
+    # also those without a target, summed over sparse layers; 0: none
     router_aux_loss: NotNegative = 0.0
-    router_z_loss: NotNegative = 0.0  # weight of log(Z)^2 of the router's softmax, averaged alike
-    router_bias_rate: NotNegative = 0.0  # step of a bias on the choice, for even loads; 0: no bias
-    router_bias: bool = False  # a bias on the choice also at a router_bias_rate of 0
-    # the rate multiplies the sign of an expert's load error, or the error relative to the mean
+    # weight of log(Z)^2 of the router's softmax, averaged and summed like router_aux_loss; 0: none
+    router_z_loss: NotNegative = 0.0
+    # change per step of each expert's bias towards even loads; the bias affects which experts are
+    # chosen, not their weights; 0: no bias, unless router_bias is set
+    router_bias_rate: NotNegative = 0.0
+    router_bias: bool = False  # keep such a bias, fixed, if router_bias_rate is 0
+    # what the rate multiplies: the sign of an expert's load error, or the error over the mean load
     router_bias_step: Literal["sign", "error"] = "sign"
     capacity_factor: NotNegative = 0.0  # slots per expert, times the mean load; 0: dropless
 

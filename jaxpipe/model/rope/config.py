@@ -31,22 +31,24 @@ class RotaryConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """`[model]` of a decoder whose positions rotate queries and keys."""
 
     rope_theta: PositiveFloat = 500000.0  # base of the rotary wavelengths
-    # how rope_factor applies to wavelengths: long ones (llama3, yarn), all (linear), none up to
-    # max_seq_len (dynamic, which inference alone goes beyond), or none, because lists do (longrope)
+    # which wavelengths rope_factor multiplies. llama3, yarn: long ones; linear: all; dynamic: none
+    # up to max_seq_len, and only inference goes beyond it; longrope: none, since rope_short_factors
+    # or rope_long_factors multiply them
     rope_scaling: Scaling = "llama3"
     rope_factor: PositiveFloat = 1.0  # multiplies wavelengths; 1: no scaling
-    rope_original_positions: Positive = 8192  # positions over which turns are counted [tokens]
-    rope_low_freq_factor: PositiveFloat = 1.0  # llama3: turns below which scaling is full
-    rope_high_freq_factor: PositiveFloat = 4.0  # llama3: turns above which there is none
-    rope_beta_fast: PositiveFloat = 32.0  # yarn: turns above which there is no scaling
-    rope_beta_slow: PositiveFloat = 1.0  # yarn: turns below which scaling is full
+    rope_original_positions: Positive = 8192  # original context, over which rotations are counted
+    rope_low_freq_factor: PositiveFloat = 1.0  # llama3: rotations below which scaling is full
+    rope_high_freq_factor: PositiveFloat = 4.0  # llama3: rotations above which there is none
+    rope_beta_fast: PositiveFloat = 32.0  # yarn: rotations above which there is no scaling
+    rope_beta_slow: PositiveFloat = 1.0  # yarn: rotations below which scaling is full
     rope_truncate: bool = True  # yarn: round the bounds outwards to whole pairs of dims
-    # longrope: factor of every wavelength, where max_seq_len is up to rope_original_positions
+    # longrope: factor of each wavelength if max_seq_len is at most rope_original_positions
     rope_short_factors: tuple[PositiveFloat, ...] = ()
-    rope_long_factors: tuple[PositiveFloat, ...] = ()  # longrope: the same where it is longer
-    # yarn, longrope: factor on cosines and sines; 0: for yarn 1 + 0.1 ln(rope_factor), or the ratio
-    # of the same with the two mscales, where both are given, and for longrope
-    # sqrt(1 + ln(rope_factor) / ln(rope_original_positions))
+    # longrope: factor of each wavelength if max_seq_len is larger
+    rope_long_factors: tuple[PositiveFloat, ...] = ()
+    # factor on cosines and sines. 0: longrope takes sqrt(1 + ln(rope_factor) /
+    # ln(rope_original_positions)), and yarn 1 + 0.1 ln(rope_factor) or, if both mscales are given,
+    # (1 + 0.1 rope_mscale ln(rope_factor)) / (1 + 0.1 rope_mscale_all_dim ln(rope_factor))
     rope_attention_factor: NotNegative = 0.0
     rope_mscale: NotNegative = 0.0  # yarn: factor on 0.1 ln(rope_factor); 0: not given
     rope_mscale_all_dim: NotNegative = 0.0  # yarn: the same in the denominator; 0: not given
@@ -138,7 +140,7 @@ class RotaryConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_on
             )
 
     def _unmet_by_longrope(self, pairs: int) -> Iterator[str]:
-        """Yield a sentence for everything that `longrope` lacks, for heads of so many pairs."""
+        """Yield a sentence for everything that `longrope` lacks; a head has `pairs` of dims."""
         for name in ("rope_short_factors", "rope_long_factors"):
             if (found := len(getattr(self, name))) != pairs:
                 yield (
