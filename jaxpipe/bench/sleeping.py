@@ -64,8 +64,8 @@ class SleepingStep:
         if self.steps > 1:
             return unphased
         free = replace(unphased, synchronizes_all=False)
-        phased = optimize_pace(self.schedule, self.costs, free, turns=True)
-        return phased if phased.turns > 1 else unphased
+        phased = optimize_pace(self.schedule, self.costs, free, phased=True)
+        return phased if phased.phases > 1 else unphased
 
     @cached_property
     def schedule(self) -> Schedule:

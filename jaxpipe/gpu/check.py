@@ -64,7 +64,7 @@ class CompiledReport:
       step: seconds of a step by the instructions (None if unknown) and by the plan.
       seconds: time that compiling took.
       dropped: options that the installed XLA lacks.
-      turns: phases of phased permutes, which are synchronous; 1: permutes are not phased.
+      phases: phases of phased permutes, which are synchronous; 1: permutes are not phased.
       note: how the experts' matrix products run, as a run logs at its start.
     """
 
@@ -83,7 +83,7 @@ class CompiledReport:
     step: tuple[float | None, float]
     seconds: float
     dropped: tuple[str, ...]
-    turns: int = 1
+    phases: int = 1
     note: str = ""
 
     @property
@@ -142,7 +142,7 @@ def check_step(plan: RunPlan, card: str, save: Path | None = None) -> CompiledRe
         step=ops.step(plan, layers),
         seconds=seconds,
         dropped=tuple(compiler.accepted(own)[1]),
-        turns=plan.lockstep.turns,
+        phases=plan.lockstep.phases,
         note=trainer.grouped.note,
     )
 

@@ -35,7 +35,7 @@ def report_as_json(report: CompiledReport) -> dict[str, Any]:
             "conditionals": program.conditionals,
             "hides": [one.hides for one in program.permutes],
             "hidden": program.hidden,
-            "turns": report.turns,
+            "permute_phases": report.phases,
         },
         "host_copies": {
             "asynchronous": len(hides) - hides.count(None),
@@ -107,10 +107,10 @@ def _permutes(report: CompiledReport) -> str:
     program = report.program
     waits = sum(one.hides is None for one in program.permutes)
     hides = ", ".join(str(one.hides) for one in program.permutes if one.hides is not None)
-    if report.turns > 1:
+    if report.phases > 1:
         return (
-            f"permutes: {waits} synchronous, one for each of {report.turns} turns: ranks wait for "
-            f"one neighbour at a time"
+            f"permutes: {waits} synchronous, one for each of {report.phases} phases: ranks wait "
+            f"for one neighbour at a time"
         )
     return (
         f"permutes: {len(program.permutes) - waits} asynchronous, behind {hides or 'no'} of the "
@@ -168,8 +168,8 @@ def _graphs(report: CompiledReport) -> str:
     if graphs.whole:
         return "CUDA graphs: a tick is one graph"
     return (
-        f"CUDA graphs: a turn of the loop launches {_counts(graphs.launches)}; the host waits for "
-        f"{graphs.stops} conditionals"
+        f"CUDA graphs: an iteration of the loop launches {_counts(graphs.launches)}; the host "
+        f"waits for {graphs.stops} conditionals"
     )
 
 

@@ -90,10 +90,10 @@ def estimate_seconds(program: Program, sheet: Device, bandwidth: float) -> StepS
     """
     actions: Counter[str] = Counter()
     ends = outside = 0.0
-    turns = _turns_in_a_tick(program)
+    iterations = _iterations_in_a_tick(program)
     for computation, one, shapes in _launched_instructions(program):
         looped = computation in program.looped
-        seconds = _seconds(one, shapes, sheet, bandwidth) * turns.get(computation, 1)
+        seconds = _seconds(one, shapes, sheet, bandwidth) * iterations.get(computation, 1)
         action = traced_action(one)
         if not looped:
             outside += 0.0 if action else seconds
@@ -104,12 +104,12 @@ def estimate_seconds(program: Program, sheet: Device, bandwidth: float) -> StepS
     return StepSeconds(dict(actions), ends, outside)
 
 
-def _turns_in_a_tick(program: Program) -> dict[str, int]:
+def _iterations_in_a_tick(program: Program) -> dict[str, int]:
     """Return how often a tick runs each computation below the loop's body, by name."""
-    turns: dict[str, int] = {}
+    iterations: dict[str, int] = {}
 
     def visit(name: str, count: int) -> None:
-        turns[name] = count
+        iterations[name] = count
         for one in program.computations[name]:
             loop = _TURNS.search(one.rest) if one.opcode == "while" else None
             for called in one.names if one.opcode in _RUNS else ():
@@ -118,7 +118,7 @@ def _turns_in_a_tick(program: Program) -> dict[str, int]:
 
     if program.loop:
         visit(program.loop, 1)
-    return turns
+    return iterations
 
 
 def _launched_instructions(program: Program) -> Iterator[tuple[str, Instruction, dict[str, str]]]:

@@ -86,7 +86,7 @@ def _row(one: CardRequest, report: CompiledReport) -> list[str]:
         one.plan.config.parallel.schedule,
         readable_bytes(report.bytes.peak),
         "yes" if report.fits else "NO",
-        "by turns" if report.turns > 1 else "hidden" if program.hidden else "NOT HIDDEN",
+        "phased" if report.phases > 1 else "hidden" if program.hidden else "NOT HIDDEN",
         str(sum(copy.count for copy in program.buffer_copies)),
         "a tick" if report.graphs and report.graphs.whole else "parts",
         "" if step is None else f"{step:.3g}",

@@ -106,7 +106,7 @@ class Pipeline:
         """Tables of a forward-only pass; it stores no activations that `in_flight` could limit."""
         schedule = self.schedule
         forward = forward_only(schedule.placement, schedule.microbatches, schedule.slices)
-        plain = replace(self.execution.lockstep, in_flight=None, every=1, offset=0, turns=1)
+        plain = replace(self.execution.lockstep, in_flight=None, every=1, offset=0, phases=1)
         return lower(forward, plain)
 
     def step(

@@ -87,7 +87,7 @@ class Transfers:
         phased permutes or two kinds per lane, the select also chooses what is sent.
         """
         lockstep = self.tables.lockstep
-        selects = lockstep.transfer_ticks == 2 or lockstep.turns > 1
+        selects = lockstep.transfer_ticks == 2 or lockstep.phases > 1
         loads = []
         for index, lane in enumerate(self.tables.lanes):
             load, *other = (outputs[kind] for kind in lane.kinds)
@@ -100,8 +100,8 @@ class Transfers:
     def _send(self, loads: list[jax.Array], row: TableRow) -> tuple[jax.Array, ...]:
         """Run one permute per direction, with lanes stacked, and return the received messages.
 
-        With phased permutes (`turns`) a rank exchanges with one neighbour only, so a single permute
-        carries both directions. All ranks take the branch of the tick's phase.
+        With phased permutes a rank exchanges with one neighbour only, so a single permute carries
+        both directions. All ranks take the branch of the tick's phase.
         """
         packed = [_pack([loads[lane] for lane in lanes]) for lanes in self._ways.values()]
         first, *others = self.tables.permute_pairs
@@ -110,7 +110,7 @@ class Transfers:
         up, down = packed
         ways = [(*routes[+1], *routes[-1]) for routes in self.tables.permute_pairs]
         exchanges = [partial(self._permuted, routes=of_turn) for of_turn in ways]
-        brought = lax.switch(row.turn, exchanges, jnp.where(row.send[0] > 0, up, down))
+        brought = lax.switch(row.phase, exchanges, jnp.where(row.send[0] > 0, up, down))
         return brought, brought
 
     def _permuted(self, message: jax.Array, routes: tuple[PermutePair, ...]) -> jax.Array:

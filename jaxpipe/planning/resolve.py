@@ -166,8 +166,8 @@ def arrange(
             check_memory(schedule, limit.memory, limit.limit, lockstep)
     if effort == QUICK:
         return plan
-    turns = not lockstep.synchronizes_all and parallel.transfer_ticks != 2
-    return replace(plan, lockstep=optimize_pace(schedule, plan.costs, lockstep, turns=turns))
+    phased = not lockstep.synchronizes_all and parallel.transfer_ticks != 2
+    return replace(plan, lockstep=optimize_pace(schedule, plan.costs, lockstep, phased=phased))
 
 
 def _arrange_balanced(

@@ -102,19 +102,24 @@ def trace(
     return costs[0]
 
 
-def product_flops(jaxpr: Jaxpr, turns: float = 1, *, fp8: bool = False) -> float:
+def product_flops(jaxpr: Jaxpr, iterations: float = 1, *, fp8: bool = False) -> float:
     """FLOPs of the matrix products of a jaxpr, with all iterations of loops and the largest branch.
 
-    A `while` loop counts `turns` iterations. With `fp8` only products of two 8-bit floats count.
+    A `while` loop counts `iterations` times. With `fp8` only products of two 8-bit floats count.
 
     >>> product_flops(jax.make_jaxpr(lambda x: x @ x.T)(jnp.ones((2, 3))).jaxpr)
     24
     """
-    return _total(jaxpr, partial(_flops_of, fp8=fp8), turns)
+    return _total(jaxpr, partial(_flops_of, fp8=fp8), iterations)
 
 
 def sent_bytes(
-    jaxpr: Jaxpr, axes: tuple[str, ...], devices: int, turns: float = 1, *, round_ring: bool = False
+    jaxpr: Jaxpr,
+    axes: tuple[str, ...],
+    devices: int,
+    iterations: float = 1,
+    *,
+    round_ring: bool = False,
 ) -> float:
     """Bytes that each device sends in a jaxpr's collectives over mesh axes of `devices` devices.
 
@@ -144,10 +149,10 @@ def sent_bytes(
             return None
         return _bytes([var.aval for var in eqn.invars]) * size
 
-    return _total(jaxpr, sent, turns)
+    return _total(jaxpr, sent, iterations)
 
 
-def _total(jaxpr: Jaxpr, of_eqn: Callable[[JaxprEqn], float | None], turns: float) -> float:
+def _total(jaxpr: Jaxpr, of_eqn: Callable[[JaxprEqn], float | None], iterations: float) -> float:
     """Sum `of_eqn` over equations; where it is None, over the equation's inner jaxprs x iterations.
 
     Of a condition the largest branch counts; of branches for platforms, the one that is not for
@@ -158,13 +163,13 @@ def _total(jaxpr: Jaxpr, of_eqn: Callable[[JaxprEqn], float | None], turns: floa
         own = of_eqn(eqn)
         if own is None:
             bodies = [
-                _total(body.jaxpr if isinstance(body, ClosedJaxpr) else body, of_eqn, turns)
+                _total(body.jaxpr if isinstance(body, ClosedJaxpr) else body, of_eqn, iterations)
                 for value in eqn.params.values()
                 for body in (value if isinstance(value, tuple) else (value,))
                 if isinstance(body, ClosedJaxpr | Jaxpr)
             ]
             name = eqn.primitive.name
-            times = {"scan": eqn.params.get("length"), "while": turns}.get(name, 1)
+            times = {"scan": eqn.params.get("length"), "while": iterations}.get(name, 1)
             if name == "cond":
                 own = bodies[-1] if eqn.params.get("branches_platforms") else max(bodies)
             else:

@@ -189,7 +189,7 @@ def _place_ahead(schedule: Schedule, lockstep: Lockstep) -> Grid:
                 if value := produced_value(action):
                     computed[value] = (rank, tick)
         idle = 0 if any(cell.actions for cell in row) else idle + 1
-        if idle > transfer_ticks + lockstep.every * lockstep.turns:
+        if idle > transfer_ticks + lockstep.every * lockstep.phases:
             raise ScheduleError(
                 f"deadlock at tick {tick}: no rank of {schedule.name} can go on with "
                 f"in_flight={in_flight}: raise it."

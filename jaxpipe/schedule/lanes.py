@@ -108,17 +108,17 @@ def assign_lanes(schedule: Schedule, sent: list[Message]) -> tuple[Lane, ...]:
 
 
 @lru_cache(maxsize=32)  # a schedule is tried with several locksteps; a plan has about two dozen
-def list_permute_pairs(schedule: Schedule, turns: int = 1) -> tuple[PermutePairs, ...]:
+def list_permute_pairs(schedule: Schedule, phases: int = 1) -> tuple[PermutePairs, ...]:
     """Return the permute pairs that the schedule uses, sorted, by phase and hop.
 
-    The pairs of ranks r and r + 1 are in phase r modulo `turns`.
+    The pairs of ranks r and r + 1 are in phase r modulo `phases`.
 
     Raises `ScheduleError` for a message to a rank that is not next on the ring, and for phased
     permutes where ranks have several stages.
     """
-    if turns > 1 and schedule.placement != Placement.loop(schedule.pp):
+    if phases > 1 and schedule.placement != Placement.loop(schedule.pp):
         raise ScheduleError(
-            f"turns={turns}: by turns a rank has one neighbour to exchange with, but ranks of "
+            f"phases={phases}: in a phase a rank has one neighbour to exchange with, but ranks of "
             f"{schedule.name} have several stages: only with one stage a rank."
         )
     stages, rank_of = schedule.stages, schedule.placement.rank
@@ -138,11 +138,11 @@ def list_permute_pairs(schedule: Schedule, turns: int = 1) -> tuple[PermutePairs
             hop: tuple(
                 (sender, receiver)
                 for sender, receiver in sorted(routes)
-                if (sender if hop == 1 else receiver) % turns == turn
+                if (sender if hop == 1 else receiver) % phases == phase
             )
             for hop, routes in pairs_by_hop.items()
         }
-        for turn in range(turns)
+        for phase in range(phases)
     )
 
 

@@ -20,7 +20,7 @@ class Lockstep:
         BW of the last stage only `offset` ticks after such a tick. This can move cells of
         neighbours into ticks in which neither waits for the other; an idle tick takes no time by
         itself. `scan.optimize_pace` chooses them.
-      turns: phased permutes: ranks r and r + 1 exchange only in ticks equal to r modulo `turns`,
+      phases: phased permutes: ranks r and r + 1 exchange only in ticks equal to r modulo `phases`,
         by a permute of that phase in a branch, so in other ticks neither waits for the other. A
         cell runs only where its result can be sent in the next tick. Needs one-tick transfers.
       synchronizes_all: all ranks synchronize in every tick, whichever ranks exchange, as permutes
@@ -35,8 +35,8 @@ class Lockstep:
         branches; DualPipe then compiles in two thirds of the time.
 
     Raises `ScheduleError` for a `transfer_ticks` other than 1 or 2, an `in_flight`, `every` or
-    `turns` below 1, an `offset` that is not below `every`, `turns` with transfers of two ticks, and
-    for `vocab_parallel` together with `defer_ends`.
+    `phases` below 1, an `offset` that is not below `every`, `phases` above 1 with transfers of two
+    ticks, and for `vocab_parallel` together with `defer_ends`.
 
     >>> Lockstep(transfer_ticks=2).in_flight is None
     True
@@ -49,7 +49,7 @@ class Lockstep:
     pairs: bool = True
     every: int = 1
     offset: int = 0
-    turns: int = 1
+    phases: int = 1
     synchronizes_all: bool = False
 
     def __post_init__(self) -> None:
@@ -66,9 +66,9 @@ class Lockstep:
                 f"every={self.every}, offset={self.offset}: the first must be at least 1, and the "
                 f"second at least 0 and less than it."
             )
-        if self.turns < 1 or (self.turns > 1 and self.transfer_ticks > 1):
+        if self.phases < 1 or (self.phases > 1 and self.transfer_ticks > 1):
             raise ScheduleError(
-                f"turns={self.turns}, transfer_ticks={self.transfer_ticks}: the first must be at "
+                f"phases={self.phases}, transfer_ticks={self.transfer_ticks}: the first must be at "
                 f"least 1, and more only with transfers of one tick."
             )
         if self.vocab_parallel and self.defer_ends:
@@ -78,11 +78,11 @@ class Lockstep:
             )
 
     def allows(self, action: Action, placement: Placement, tick: int) -> bool:
-        """Return whether `every`, `offset` and `turns` allow an action in a tick."""
+        """Return whether `every`, `offset` and `phases` allow an action in a tick."""
         op, stage, _ = action
-        if self.turns > 1:
+        if self.phases > 1:
             link = permute_pair(action, placement)
-            if link is not None and (tick + 1 - link) % self.turns:
+            if link is not None and (tick + 1 - link) % self.phases:
                 return False
         if op is Op.F and stage == 0:
             return tick % self.every == 0
@@ -99,12 +99,12 @@ class Lockstep:
         needs_loss = forward and gradient and gradient[1:] == forward[1:]
         if self.vocab_parallel and needs_loss and forward.stage == placement.stages - 1:
             raise ScheduleError(f"{cell}: with shared ends the loss comes a tick after its F.")
-        if self.every == self.turns == 1:
+        if self.every == self.phases == 1:
             return tick
-        for later in range(tick, tick + self.every * self.turns):
+        for later in range(tick, tick + self.every * self.phases):
             if all(self.allows(action, placement, later) for action in cell.actions):
                 return later
-        raise ScheduleError(f"{cell}: no tick is open to all of it, {self.every=}, {self.turns=}.")
+        raise ScheduleError(f"{cell}: no tick is open to all of it, {self.every=}, {self.phases=}.")
 
 
 PLAIN = Lockstep()  # one-tick transfers, and every rank keeps its order

@@ -134,8 +134,8 @@ class Replay:
 
     @cached_property
     def _pairs(self) -> frozenset[tuple[int, int]]:
-        routes = list_permute_pairs(self.schedule, self.lockstep.turns)
-        both = (pair for turn in routes for pairs in turn.values() for pair in pairs)
+        routes = list_permute_pairs(self.schedule, self.lockstep.phases)
+        both = (pair for phase in routes for pairs in phase.values() for pair in pairs)
         return frozenset((min(pair), max(pair)) for pair in both)
 
     def _links(self, ranks: Sequence[RankSeconds]) -> dict[tuple[int, int], float]:
@@ -161,7 +161,7 @@ class Replay:
                 transfer[rank] = max(transfer[rank], seconds)
         waits, meetings = scan_waits(self.schedule, self.grid, self.lockstep)
         # The permute of the first tick already waits for ranks that start late.
-        before = np.zeros((self.lockstep.turns, self.schedule.pp))
+        before = np.zeros((self.lockstep.phases, self.schedule.pp))
         before[-1] = late
         meetings = [tick + len(before) for tick in meetings]
         times = np.vstack([before, times])

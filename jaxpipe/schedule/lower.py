@@ -57,7 +57,7 @@ class Tables:
       slots: length of every ring buffer, without the dummy slot; `rank_slots`: slots each rank
         uses.
       lanes: the messages that a permute carries in every tick.
-      permute_pairs: by phase (`turns`) and hop, the permute pairs; a rank waits only for the ranks
+      permute_pairs: by phase (`phases`) and hop, the permute pairs; a rank waits only for the ranks
         that it forms a permute pair with.
       pairs: the entries that the column `pair` indexes.
       lockstep: the options with which the schedule was placed into ticks.
@@ -145,7 +145,7 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     steps = _step_columns(schedule, grid, lockstep) if schedule.updates else None
     columns = unused_columns((len(grid), schedule.pp), slots, len(lanes), ends, steps)
     for tick, row in enumerate(grid):
-        columns.turn[tick] = tick % lockstep.turns
+        columns.phase[tick] = tick % lockstep.phases
         for rank, cell in enumerate(row):
             at = tick, rank
             _fill_ops(columns, at, cell, schedule.placement, pairs)
@@ -163,7 +163,7 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     for leaf in _column_arrays(columns):
         leaf.setflags(write=False)
     first, last = (stage_ranks(stage, schedule) for stage in (0, schedule.stages - 1))
-    routes = list_permute_pairs(schedule, lockstep.turns)
+    routes = list_permute_pairs(schedule, lockstep.phases)
     return Tables(columns, slots, used, lanes, routes, pairs, lockstep, first, last)
 
 

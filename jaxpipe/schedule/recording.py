@@ -56,7 +56,7 @@ def match_ticks(
     grid: Sequence[Sequence[Cell]],
     ranks: Mapping[int, int],
     *,
-    turns: int = 1,
+    phases: int = 1,
     labels_stages: bool = False,
 ) -> RankTicks:
     """Return the ticks of every requested rank.
@@ -65,7 +65,7 @@ def match_ticks(
       events: the recorded operations, in any order.
       grid: the cells of the schedule, `[tick][rank]`.
       ranks: pipeline rank by device, for the devices to read.
-      turns: as in `Lockstep`.
+      phases: as in `Lockstep`.
       labels_stages: whether the labels of ticks name stages.
 
     Raises `ProfileError` where a device is missing or no permute runs once per tick.
@@ -77,7 +77,7 @@ def match_ticks(
     ticks_by_rank = {}
     for device, recorded in by_device.items():
         cells = [row[ranks[device]] for row in grid]
-        ticks = _match_device(recorded, cells, turns)
+        ticks = _match_device(recorded, cells, phases)
         ticks_by_rank[ranks[device]] = [
             replace(tick, labels_stages=labels_stages) for tick in ticks
         ]
@@ -86,16 +86,16 @@ def match_ticks(
     return dict(sorted(ticks_by_rank.items()))
 
 
-def _match_device(events: list[Event], cells: list[Cell], turns: int) -> list[Tick]:
+def _match_device(events: list[Event], cells: list[Cell], phases: int) -> list[Tick]:
     permutes = [event for event in events if event.name.startswith(_PERMUTES)]
     counts = Counter(event.name for event in permutes)
-    shares = {len(cells[turn::turns]) for turn in range(turns)}
+    shares = {len(cells[phase::phases]) for phase in range(phases)}
     runs = [
         sorted((e for e in permutes if e.name == name), key=lambda event: event.begin)
         for name, count in counts.items()
         if count in shares
     ]
-    if turns > 1:  # one permute per phase, of which a tick runs one
+    if phases > 1:  # one permute per phase, of which a tick runs one
         runs = [sorted((e for run in runs for e in run), key=lambda event: event.begin)]
     if not runs or len(runs[0]) != len(cells):
         raise ProfileError(

@@ -93,7 +93,7 @@ class TableRow(NamedTuple, Generic[Column]):
     """Inbox slot for this rank's latest y, where this rank reads it itself."""
     keep_dx: Column
     """Inbox slot for this rank's latest dx, where this rank reads it itself."""
-    turn: Column
+    phase: Column
     """Phase of the permutes, an index into `Tables.permute_pairs`; the same value on every rank."""
     arrive: tuple[Column, ...]
     """Per lane: inbox slot for the arriving message."""
@@ -163,7 +163,7 @@ def unused_columns(
         embed=unused(), head=unused(), head_weight=unused(), embed_gradient=unused(),
         dy_of_head=unused(), first_slice=unused(), last_slice=unused(),
         x_read=unused(inbox), dy_read=unused(inbox), keep_y=unused(inbox), keep_dx=unused(inbox),
-        turn=unused(),
+        phase=unused(),
         arrive=tuple(unused(inbox) for _ in range(lanes)),
         send=tuple(unused() for _ in range(lanes)),
         for_b_write=unused(slots.for_b), for_b_read=unused(slots.for_b),

@@ -43,7 +43,7 @@ def scan_waits(
     schedule: Schedule, grid: Grid, lockstep: Lockstep
 ) -> tuple[np.ndarray, Iterable[int]]:
     """Return the arguments `neighbours` and `meetings` of `cell_starts` for a schedule's grid."""
-    routes = list_permute_pairs(schedule, lockstep.turns)
+    routes = list_permute_pairs(schedule, lockstep.phases)
     meetings: Iterable[int] = range(len(grid)) if lockstep.synchronizes_all else ()
     if lockstep.vocab_parallel and not lockstep.synchronizes_all:
         actions = ((t, a) for t, row in enumerate(grid) for cell in row for a in cell.actions)
@@ -100,13 +100,17 @@ def scan_time(schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN) -> f
 
 
 def optimize_pace(
-    schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN, *, turns: bool = False
+    schedule: Schedule,
+    costs: Costs,
+    lockstep: Lockstep = PLAIN,
+    *,
+    phased: bool = False,
 ) -> Lockstep:
     """Return the lockstep with the `every`, `offset` and phased permutes of the shortest scan.
 
-    A later candidate must be shorter by more than a thousandth. With `turns`, one-tick transfers in
-    two phases are tried too. With one-tick transfers `every` gains nothing, because neighbours wait
-    for each other's full cell in every tick.
+    A later candidate must be shorter by more than a thousandth. With `phased`, one-tick transfers
+    in two phases are tried too. With one-tick transfers `every` gains nothing, because neighbours
+    wait for each other's full cell in every tick.
 
     Raises `ScheduleError` as `scan_starts` does, if the schedule cannot run under `lockstep`.
 
@@ -117,8 +121,8 @@ def optimize_pace(
     >>> found.every, scan_time(schedule, costs, found) < scan_time(schedule, costs, Lockstep(2))
     (2, True)
     """
-    best = lockstep = replace(lockstep, every=1, offset=0, turns=1)
-    candidates = [replace(lockstep, transfer_ticks=1, turns=2)] if turns else []
+    best = lockstep = replace(lockstep, every=1, offset=0, phases=1)
+    candidates = [replace(lockstep, transfer_ticks=1, phases=2)] if phased else []
     if lockstep.transfer_ticks == 2:
         paces = ((every, offset) for every in _PACES for offset in range(every))
         candidates = [replace(lockstep, every=e, offset=o) for e, o in paces] + candidates
@@ -160,7 +164,7 @@ def cell_starts(
 
     Args:
       times: time of every cell, `[T, P]`.
-      neighbours: the result of `neighbour_ranks` for every phase of permutes, `[turns, 3, P]`.
+      neighbours: the result of `neighbour_ranks` for every phase of permutes, `[phases, 3, P]`.
       transfer: time of a message; of the messages of each rank, if it is `[P]`.
       transfer_ticks: as in `Lockstep`.
       meetings: ticks in which all ranks start together.
@@ -173,11 +177,11 @@ def cell_starts(
     sends = np.where((neighbours != neighbours[:, :1]).any(axis=1), transfer, 0.0)
     starts = np.zeros((ticks, pp))
     for tick in range(1, ticks):
-        ends, turn = starts[tick - 1] + times[tick - 1], tick % len(neighbours)
+        ends, phase = starts[tick - 1] + times[tick - 1], tick % len(neighbours)
         if transfer_ticks == 1:
-            now = ends[neighbours[turn]].max(axis=0) + sends[turn]
+            now = ends[neighbours[phase]].max(axis=0) + sends[phase]
         else:
-            now = np.maximum(ends, starts[tick - 1][neighbours[turn]].max(axis=0) + sends[turn])
+            now = np.maximum(ends, starts[tick - 1][neighbours[phase]].max(axis=0) + sends[phase])
         starts[tick] = now.max() if together[tick] else now
     return starts
 

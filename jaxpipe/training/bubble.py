@@ -114,7 +114,7 @@ def ticks(pipeline: Pipeline, events: Iterable[Event], replica: int = 0) -> Rank
         events,
         recorded_grid(pipeline),
         {device.id: rank for rank, device in devices if device.process_index == own},
-        turns=how.lockstep.turns,
+        phases=how.lockstep.phases,
         labels_stages=pipeline.schedule.labels_stages,
     )
 

@@ -47,11 +47,11 @@ def op_seconds(trainer: Trainer, *, layers: int = 1, repeats: int = 5) -> Tree:
     per iteration of a loop, `repeats` times. If embedding and head are vocabulary-parallel over pp,
     their times are `pp` times those of a pipeline rank.
     """
-    turns = 2 if trainer.mesh.devices.flat[0].platform == "cpu" else 8
+    iterations = 2 if trainer.mesh.devices.flat[0].platform == "cpu" else 8
     kinds = trainer.model.functions.layer_kinds(trainer.config.model.pipeline_layers)
     of_kinds = []
     for kind in dict.fromkeys(kinds):
-        timer = OpTimer(trainer, layers=layers, turns=turns, kind=kind)
+        timer = OpTimer(trainer, layers=layers, iterations=iterations, kind=kind)
         rounds = [timer.seconds() for _ in range(repeats)]
         of_kinds.append((kinds.count(kind) / len(kinds), rounds))
         del timer  # frees its arrays on the devices
@@ -76,12 +76,14 @@ class OpTimer:
     the kind of the first layer.
     """
 
-    def __init__(self, trainer: Trainer, *, layers: int, turns: int = 2, kind: str | None = None):
+    def __init__(
+        self, trainer: Trainer, *, layers: int, iterations: int = 2, kind: str | None = None
+    ):
         functions, config = trainer.model.functions, trainer.config
         kind = kind or functions.layer_kinds(config.model.pipeline_layers)[0]
         alone = replace(functions, kinds={kind: functions.kinds_by_name[kind]}, order=None)
         rows, policy = rows_of(config, functions), POLICIES[config.train.remat]
-        self._layers, self._turns = layers, turns
+        self._layers, self._iterations = layers, iterations
         every = PartitionSpec()
 
         def on_mesh(function: Callable[..., Tree], arguments: int) -> Callable[..., Tree]:
@@ -92,7 +94,9 @@ class OpTimer:
 
         def loops(parts: Tree) -> tuple[dict[str, Callable[..., Tree]], dict[str, Tree], Tree]:
             microbatch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rows)
-            return _loops(alone, parts["embed_head"], parts["layers"], microbatch, policy, turns)
+            return _loops(
+                alone, parts["embed_head"], parts["layers"], microbatch, policy, iterations
+            )
 
         def repeated(name: str) -> Callable[..., Tree]:
             def run(state: Tree, fixed: Tree) -> Tree:
@@ -113,7 +117,7 @@ class OpTimer:
         for name in self._loops:
             begin = time.perf_counter()
             self._run(name)
-            each = (time.perf_counter() - begin) / self._turns
+            each = (time.perf_counter() - begin) / self._iterations
             if name in _OF_LAYER:
                 seconds["layer"][name] = each / self._layers
             else:
@@ -155,9 +159,9 @@ def _loops(
     layers: tuple[Tree, ...],
     microbatch: Tree,
     policy: Policy,
-    turns: int,
+    iterations: int,
 ) -> tuple[dict[str, Callable[..., Tree]], dict[str, Tree], Tree]:
-    """Build the loops of all ops, `turns` iterations each.
+    """Build the loops of all ops, `iterations` iterations each.
 
     Returns functions `(state, fixed) -> state` by op, initial states by op, and `fixed`.
     """
@@ -213,7 +217,7 @@ def _loops(
         "BW": (gradient(Op.BW), (x, rings, zeros)),
     }
     states |= _ends(functions, shared, x, microbatch)
-    runs = {name: _repeated(run, turns) for name, (run, _) in states.items()}
+    runs = {name: _repeated(run, iterations) for name, (run, _) in states.items()}
     return runs, {name: state for name, (_, state) in states.items()}, fixed
 
 
@@ -265,16 +269,16 @@ def _filled(rings: RingBuffers) -> RingBuffers:
     return jax.tree.map(lambda ring: jnp.full_like(ring, 0.01), rings)
 
 
-def _repeated(run: Callable[..., Tree], turns: int) -> Callable[..., Tree]:
-    """Run an op `turns` times in a scan that alternates between the ring-buffer slots."""
+def _repeated(run: Callable[..., Tree], iterations: int) -> Callable[..., Tree]:
+    """Run an op `iterations` times in a scan that alternates between the ring-buffer slots."""
 
     def loop(state: Tree, fixed: Tree) -> Tree:
-        def turn(state: Tree, slot: jax.Array) -> tuple[Tree, None]:
+        def iteration(state: Tree, slot: jax.Array) -> tuple[Tree, None]:
             every = TableRow._make(
                 [slot] * len(TableRow._fields)
             )  # the same slot of every ring buffer
             return run(state, fixed, every), None
 
-        return lax.scan(turn, state, jnp.arange(turns) % _SLOTS)[0]
+        return lax.scan(iteration, state, jnp.arange(iterations) % _SLOTS)[0]
 
     return loop

@@ -61,8 +61,8 @@ def test_neighbours_go_by_turns_where_that_is_shorter():
         name: SleepingStep(ScheduleVariant(name), 4, 16, F, B, W).lockstep
         for name in ("1f1b", "zbv")
     }
-    assert (found["1f1b"].turns, found["1f1b"].synchronizes_all) == (2, False)
-    assert (found["zbv"].turns, found["zbv"].synchronizes_all) == (1, True)
+    assert (found["1f1b"].phases, found["1f1b"].synchronizes_all) == (2, False)
+    assert (found["zbv"].phases, found["zbv"].synchronizes_all) == (1, True)
     fused = SleepingStep(ScheduleVariant("1f1b"), 4, 16, F, B, W, steps=2)
     assert fused.lockstep.synchronizes_all
 

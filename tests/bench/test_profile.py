@@ -47,13 +47,13 @@ def test_ticks_are_what_lies_between_exchanges():
 
 
 def test_ticks_of_turns_begin_with_a_permute_each():
-    grid = place(build("1f1b", pp=3, microbatches=2), Lockstep(turns=2))
+    grid = place(build("1f1b", pp=3, microbatches=2), Lockstep(phases=2))
     events, names = [], {0.0: "ppermute.3", 1.0: "ppermute.4"}
     for event in recorded(len(grid)):
         if not event.name.startswith("ppermute.2"):
             name = names[event.begin / 3 % 2] if event.name == "ppermute.1" else event.name
             events.append(replace(event, name=name))
-    ranks = match_ticks(events, grid, {7: 0, 5: 1}, turns=2)
+    ranks = match_ticks(events, grid, {7: 0, 5: 1}, phases=2)
     assert [tick.label for tick in ranks[0]][:4] == ["idle", "F0", "idle", "F1"]
     assert {tick.end - tick.begin for tick in ranks[1]} == {3.0}
     with pytest.raises(ProfileError, match="no exchange that runs once"):

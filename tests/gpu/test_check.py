@@ -36,8 +36,11 @@ def test_the_step_on_many_gpus(schedule, pp, dp):
     permutes = found["permutes"]
     assert permutes["conditionals"] > 0
     if schedule == "1f1b":  # phased permutes, each in its own branch
-        assert (permutes["synchronous"], permutes["asynchronous"]) == (permutes["turns"], 0)
-        assert permutes["turns"] == 2
+        assert (permutes["synchronous"], permutes["asynchronous"]) == (
+            permutes["permute_phases"],
+            0,
+        )
+        assert permutes["permute_phases"] == 2
     else:
         assert permutes["synchronous"] == 0
         assert permutes["asynchronous"] == 2

@@ -230,7 +230,7 @@ def test_several_are_asked_for_at_once():
     report = SimpleNamespace(
         card="h100", devices=8, bytes=SimpleNamespace(peak=2**30), fits=True, step=(None, 0.25),
         program=SimpleNamespace(hidden=False, buffer_copies=(DeviceCopy("f32[2]", 8, 3),)),
-        graphs=None, seconds=12.0, turns=1,
+        graphs=None, seconds=12.0, phases=1,
     )  # fmt: skip
     console = Console(width=140)
     with console.capture() as said:

@@ -21,7 +21,7 @@ class _Scan:
     def __init__(self, schedule, costs, lockstep):
         self.schedule, self.costs, self.lockstep = schedule, costs, lockstep
         self.grid = place(schedule, lockstep)
-        self.partners = [[set() for _ in range(schedule.pp)] for _ in range(lockstep.turns)]
+        self.partners = [[set() for _ in range(schedule.pp)] for _ in range(lockstep.phases)]
         for m in range(schedule.microbatches):
             ranks = [schedule.placement.rank(stage, m) for stage in range(schedule.stages)]
             for one, other in pairwise(ranks):
@@ -39,7 +39,7 @@ class _Scan:
     def _join(self, one, other):
         """Make two ranks with consecutive stages meet in every tick of their phase."""
         link = one if (one + 1) % self.schedule.pp == other else other
-        of_turn = self.partners[link % self.lockstep.turns]
+        of_turn = self.partners[link % self.lockstep.phases]
         of_turn[one].add(other)
         of_turn[other].add(one)
 
@@ -82,7 +82,7 @@ class _Scan:
                 self.posted[what][rank] = now
                 heapq.heappush(events, (now, rank))
             elif kind == "wait":
-                needed = {rank, *self.partners[what % self.lockstep.turns][rank]}
+                needed = {rank, *self.partners[what % self.lockstep.phases][rank]}
                 travels = self.costs.transfer if len(needed) > 1 else 0.0
                 self.waiting.append((rank, now, self.posted[what], needed, travels))
             elif kind == "meet":

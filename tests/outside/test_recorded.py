@@ -86,7 +86,7 @@ def test_what_is_decided_for_gpus_alone(name, layout, monkeypatch):
     monkeypatch.setattr(Devices, "on_cpu", False)
     record, how = records.read(name), LAYOUTS[layout] | {"vocab_parallel_pp": name == "llama"}
     lockstep = records.trainer_of(record, how).execution.lockstep
-    assert lockstep.transfer_ticks == 2 or lockstep.turns > 1
+    assert lockstep.transfer_ticks == 2 or lockstep.phases > 1
     assert not lockstep.synchronizes_all
     assert lockstep.vocab_parallel == (name == "llama")
     assert_right_gradients(name, how, overlap_sums=how.get("dp", 1) > 1)

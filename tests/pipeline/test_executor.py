@@ -183,13 +183,13 @@ def test_ticks_in_which_nothing_enters_change_no_bit(name):
 
 @pytest.mark.slow(only=["zb_h1-2"])
 @pytest.mark.parametrize(("name", "pp"), [("1f1b", 4), ("zb_h1", 2)])
-def test_exchanges_by_turns_change_no_bit(name, pp):
+def test_exchanges_phased_change_no_bit(name, pp):
     """On two ranks the second phase has no pair."""
     schedule = schedule_of(name, pp)
     counts = uneven(schedule.stages)
     plain, _ = run(schedule, counts)
-    by_turns, _ = run(schedule, counts, poison_bubbles=True, lockstep=Lockstep(turns=2))
-    jax.tree.map(np.testing.assert_array_equal, by_turns, plain)
+    phased, _ = run(schedule, counts, poison_bubbles=True, lockstep=Lockstep(phases=2))
+    jax.tree.map(np.testing.assert_array_equal, phased, plain)
 
 
 @pytest.mark.parametrize(("name", "transfer_ticks"), [("dualpipe", 1), ("dualpipev", 2)])

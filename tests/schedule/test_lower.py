@@ -69,12 +69,12 @@ def test_tables_bring_every_value_where_it_is_read(
     pp=st.integers(2, 8),
     microbatches=st.integers(1, 20),
     ends=st.sampled_from([{}, {"defer_ends": True}, {"vocab_parallel": True}]),
-    turns=st.integers(2, 3),
+    phases=st.integers(2, 3),
 )
 @settings(max_examples=20, deadline=None)
-def test_by_turns_every_value_travels_in_the_turn_of_its_ranks(name, pp, microbatches, ends, turns):
+def test_every_value_travels_in_the_phase_of_its_ranks(name, pp, microbatches, ends, phases):
     schedule = from_least(name, pp, microbatches, 1)
-    tables = lower(schedule, Lockstep(turns=turns, **ends))
+    tables = lower(schedule, Lockstep(phases=phases, **ends))
     assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
     joined = [way for routes in tables.permute_pairs for ways in routes.values() for way in ways]
     assert len(joined) == len(set(joined)) == 2 * (pp - 1)
@@ -83,9 +83,9 @@ def test_by_turns_every_value_travels_in_the_turn_of_its_ranks(name, pp, microba
         assert len(senders) == len(set(senders))  # no rank has two partners
 
 
-def test_turns_are_for_ranks_of_one_stage():
-    with pytest.raises(ScheduleError, match=r"turns=2: .* ranks of zbv have several stages"):
-        lower(build("zbv", pp=2, microbatches=4), Lockstep(turns=2))
+def test_phases_are_for_ranks_of_one_stage():
+    with pytest.raises(ScheduleError, match=r"phases=2: .* ranks of zbv have several stages"):
+        lower(build("zbv", pp=2, microbatches=4), Lockstep(phases=2))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -274,7 +274,10 @@ def test_a_permute_joins_only_ranks_that_some_tick_sends_to(name, pp, up):
         ({"transfer_ticks": 3}, "transfer_ticks=3"),
         ({"in_flight": 0}, "in_flight=0: a rank must hold at least 1"),
         ({"every": 2, "offset": 2}, "every=2, offset=2: the first must be at least 1"),
-        ({"turns": 2, "transfer_ticks": 2}, "turns=2, transfer_ticks=2: .* more only with"),
+        (
+            {"phases": 2, "transfer_ticks": 2},
+            "phases=2, transfer_ticks=2: .* more only with",
+        ),
         ({"vocab_parallel": True, "defer_ends": True}, "nothing to even out .* use one of them"),
     ],
 )

@@ -56,15 +56,18 @@ def test_the_clock_is_what_a_program_per_rank_does(
     pp=st.integers(1, 6),
     microbatches=st.integers(1, 12),
     vocab_parallel=st.booleans(),
-    turns=st.integers(2, 3),
+    phases=st.integers(2, 3),
     times=st.tuples(*[st.floats(0.1, 4.0)] * 3, st.floats(0.0, 1.0)),
 )
 @settings(max_examples=12, deadline=None)
 def test_by_turns_the_clock_is_what_a_program_per_rank_does(
-    name, pp, microbatches, vocab_parallel, turns, times
+    name, pp, microbatches, vocab_parallel, phases, times
 ):
     schedule = near(name, pp, microbatches, 1)
-    costs, lockstep = Costs(*times), Lockstep(vocab_parallel=vocab_parallel, turns=turns)
+    costs, lockstep = (
+        Costs(*times),
+        Lockstep(vocab_parallel=vocab_parallel, phases=phases),
+    )
     assert scan_time(schedule, costs, lockstep) == pytest.approx(
         by_events(schedule, costs, lockstep), rel=1e-12
     )
@@ -131,8 +134,8 @@ def test_forwards_from_both_ends_may_run_ahead_in_their_own_memory(pp, name, hel
 @pytest.mark.parametrize(("pp", "share"), [(4, 0.817), (8, 0.795), (16, 0.784)])
 def test_by_turns_1f1b_idles_hardly_more_than_ranks_that_are_free(pp, share):
     schedule = build("1f1b", pp=pp, microbatches=4 * pp)
-    lockstep = optimize_pace(schedule, PUBLISHED, Lockstep(2), turns=True)
-    assert (lockstep.transfer_ticks, lockstep.turns) == (1, 2)
+    lockstep = optimize_pace(schedule, PUBLISHED, Lockstep(2), phased=True)
+    assert (lockstep.transfer_ticks, lockstep.phases) == (1, 2)
     report = simulate(schedule, PUBLISHED, lockstep)
     assert 1 - report.bubble_scan == pytest.approx(share, abs=0.001)
     assert report.bubble_scan < report.bubble_global + 0.005
@@ -142,7 +145,7 @@ def test_by_turns_1f1b_idles_hardly_more_than_ranks_that_are_free(pp, share):
 def test_turns_are_taken_only_where_they_gain():
     for name in ("zb_h1", "dualpipe"):
         schedule = build(name, pp=4, microbatches=16)
-        assert optimize_pace(schedule, PUBLISHED, Lockstep(2), turns=True).turns == 1
+        assert optimize_pace(schedule, PUBLISHED, Lockstep(2), phased=True).phases == 1
 
 
 def test_nothing_is_paced_where_it_gains_nothing():

@@ -139,11 +139,11 @@ def at(columns, tick, rank):
     return type(columns)(*values) if hasattr(columns, "_fields") else tuple(values)
 
 
-def brought_by(tables, turn, sent, rank, lane):
+def brought_by(tables, phase, sent, rank, lane):
     """Return the message that a direction delivers to a rank, or None without a permute pair."""
     hop = tables.lanes[lane].hop
     sender = (rank - hop) % len(sent)
-    return sent[sender][lane] if (sender, rank) in tables.permute_pairs[turn][hop] else None
+    return sent[sender][lane] if (sender, rank) in tables.permute_pairs[phase][hop] else None
 
 
 def interpret(schedule, tables):
@@ -164,7 +164,7 @@ def interpret(schedule, tables):
             [rank.sends(row, i) for i in range(len(tables.lanes))] for rank, row in zip(ranks, now)
         ]
         brought = [
-            [brought_by(tables, now[r].turn, sent, r, i) for i in range(len(tables.lanes))]
+            [brought_by(tables, now[r].phase, sent, r, i) for i in range(len(tables.lanes))]
             for r in range(schedule.pp)
         ]
         arrived, arriving = (

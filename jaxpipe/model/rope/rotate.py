@@ -31,19 +31,20 @@ def rotary_frequencies(config: RotaryConfig, width: int, dtype: jnp.dtype) -> ja
 def _unscaled_share(config: RotaryConfig, frequency_K: jax.Array) -> jax.Array | float:
     """The share of each frequency that is not divided, 0 to 1.
 
-    `linear` (Chen et al. 2023) divides all. `llama3` blends over the turns that a pair makes in the
-    original positions (Grattafiori et al. 2024, section 3.4.2, in the form of its released code),
-    `yarn` over the index of the pair, between those that make `rope_beta_fast` and `rope_beta_slow`
-    turns (Peng et al. 2023, section 3.2, and as transformers' `_compute_yarn_parameters`).
+    `linear` (Chen et al. 2023) divides all. `llama3` blends over the rotations that a pair makes in
+    the original positions (Grattafiori et al. 2024, section 3.4.2, in the form of its released
+    code), `yarn` over the index of the pair, between those that make `rope_beta_fast` and
+    `rope_beta_slow` rotations (Peng et al. 2023, section 3.2, and as transformers'
+    `_compute_yarn_parameters`).
     """
     if config.rope_scaling == "linear":
         return 0.0
     if config.rope_scaling == "llama3":
-        turns_K = config.rope_original_positions * frequency_K / (2 * jnp.pi)
+        rotations_K = config.rope_original_positions * frequency_K / (2 * jnp.pi)
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
         if low == high:
-            return (turns_K >= low).astype(turns_K.dtype)
-        return jnp.clip((turns_K - low) / (high - low), 0, 1)
+            return (rotations_K >= low).astype(rotations_K.dtype)
+        return jnp.clip((rotations_K - low) / (high - low), 0, 1)
     half = len(frequency_K)
     first, last = _yarn_bounds(config, 2 * half)
     index_K = jnp.arange(half, dtype=frequency_K.dtype)
@@ -53,8 +54,8 @@ def _unscaled_share(config: RotaryConfig, frequency_K: jax.Array) -> jax.Array |
 def _yarn_bounds(config: RotaryConfig, width: int) -> tuple[float, float]:
     """Indices of the pairs between which yarn blends."""
 
-    def index(turns: float) -> float:
-        wavelengths = math.log(config.rope_original_positions / (turns * 2 * math.pi))
+    def index(rotations: float) -> float:
+        wavelengths = math.log(config.rope_original_positions / (rotations * 2 * math.pi))
         return width * wavelengths / (2 * math.log(config.rope_theta))
 
     first, last = index(config.rope_beta_fast), index(config.rope_beta_slow)
