@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.config.arguments import parse, parser_of, string_override
-from jaxpipe.config.paths import any_path, local_path
+from jaxpipe.config.paths import any_path, is_address, local_path
 from jaxpipe.planning import Devices, resolve_on_fewer
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.expert_checks import check_recording
@@ -137,7 +137,8 @@ def _leave_others(error: Exception) -> NoReturn:
     """Exit at once: the exit barrier of `jax.distributed` could wait forever for the others."""
     import jax
 
-    if not isinstance(error, jax.errors.JaxRuntimeError):
+    text, own = str(error), ("INVALID_ARGUMENT", "callback")  # what this process does wrong itself
+    if not isinstance(error, jax.errors.JaxRuntimeError) or any(word in text for word in own):
         traceback.print_exc()
         processes.leave(1, first_line(error))
     processes.leave(3, f"this process cannot go on without the others ({first_line(error)})")
@@ -173,7 +174,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     from jaxpipe.data.warnings import data_warnings
     from jaxpipe.runtime.compile_cache import use_compile_cache
     from jaxpipe.runtime.compiler import check_version
-    from jaxpipe.runtime.directory import WriteGuard, locked
+    from jaxpipe.runtime.directory import WriteGuard, check_shared, locked
     from jaxpipe.runtime.spool import Spool, local_folder
     from jaxpipe.runtime.watchdog import Watchdog, place_of
     from jaxpipe.training.agreement import programs_of, results_of
@@ -210,6 +211,8 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(config.runtime.hang_timeout))
         stack.enter_context(locked(directory, messages.append))
+        if not is_address(config.run.dir):
+            check_shared(directory)
         spool = stack.enter_context(Spool(config.run.dir, messages.append))
         stack.enter_context(watchdog.files_in(spool))
         if plan.config.parallel.costs == "measure":
@@ -255,6 +258,8 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             progress.say(part)
         position.enter("restore")
         state, seen = start(trainer, data, checkpoints, progress.say)
+        started = {"the step that they start from": str(int(state.step)), "the data": str(seen)}
+        processes.check_alike("start", lambda: started)
         if record_routes:
             record(trainer, data.train, state, seen.position, record_routes)
             return 0

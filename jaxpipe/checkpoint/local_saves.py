@@ -282,14 +282,19 @@ Copies = dict[int, list[tuple[int, str]]]  # by piece: processes that have it, a
 def run_word(directory: storage.AnyPath) -> str:
     """A word that the first start of the run in a directory has left there, equal on all processes.
 
-    A run that begins anew in a new directory of the same name has another.
+    A run that begins anew in a new directory of the same name has another, and so has a copy of the
+    directory, which would otherwise take over the saves of the run.
     """
 
     def word() -> str:
-        path = directory / "local_saves"
-        if not path.exists():
-            storage.write_whole(path, secrets.token_hex(8).encode())
-        return path.read_text()
+        path, place = directory / "local_saves", str(storage.absolute(directory))
+        if path.exists():
+            known, _, written_at = path.read_text().partition("\n")
+            if written_at in ("", place):  # earlier versions wrote no place
+                return known
+        new = secrets.token_hex(8)
+        storage.write_whole(path, f"{new}\n{place}".encode())
+        return new
 
     return processes.from_first("run", word)
 

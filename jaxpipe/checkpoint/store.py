@@ -88,12 +88,15 @@ class CheckpointStore:
         with processes.first_before_others("checkpoints"):
             _check_writable(self.directory)
             self._remove_unfinished()  # left by a killed process: no other run writes here
+        # With `active_processes` Orbax synchronizes them by the coordination service. Its device
+        # collective would run among the collectives of the steps.
+        active = set(range(jax.process_count())) if jax.process_count() > 1 else None
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             keep_period=keep_every or None,
             enable_async_checkpointing=asynchronous,
             create=False,
-            multiprocessing_options=_synchronize_by_service(),
+            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=active),
         )
         self._manager = ocp.CheckpointManager(
             self.directory,
@@ -173,33 +176,36 @@ class CheckpointStore:
                 self._manager.delete(step)
 
     def restore(
-        self, like: Tree, say: Callable[[str], None], check: Check | None = None
-    ) -> tuple[Tree, Meta] | None:
+        self, like: Tree, say: Callable[[str], None], check: Check | None = None,
+        last_step: int | None = None,
+    ) -> tuple[Tree, Meta] | None:  # fmt: skip
         """Restore the newest undamaged checkpoint, or a local save that is not older.
 
         Returns `(state, meta)` with the state in the form of `like`, a state in stage-stacked form
         or its shapes; None if there is no checkpoint. `check` gets the path and the metadata before
-        any array is read.
+        any array is read. With `last_step` neither local saves nor later steps are restored.
 
         A checkpoint that is proved to be damaged is renamed and reported, and the previous one is
         tried. Raises `ConfigError`, and changes nothing on disk, where a checkpoint is of another
         model (the message names the first array that differs) or cannot be read for another reason.
         """
-        newest = max(self.steps, default=0)
-        if self.local and (found := self.local.restore(newest, self.keying, like, say, check)):
-            return found
-        for step in reversed(self.steps):
+        while True:
+            steps = [step for step in self.steps if last_step is None or step <= last_step]
+            step = max(steps, default=0)
+            local = self.local if last_step is None else None
+            if local and (found := local.restore(step, self.keying, like, say, check)):
+                return found
+            if not steps:
+                return None
             try:
-                return read_state(
-                    self.directory / str(step), self.keying, like, say=say, check=check
-                )
+                path = self.directory / str(step)
+                return read_state(path, self.keying, like, say=say, check=check)
             except DamagedError as error:
                 aside = self._set_aside(step)
                 say(
                     f"checkpoint {step} is damaged ({error}): moved to {aside}, trying the one "
                     f"before"
                 )
-        return None
 
     def _set_aside(self, step: int) -> AnyPath:
         names = itertools.chain([f"damaged-{step}"], (f"damaged-{step}-{i}" for i in range(2, 99)))
@@ -328,16 +334,6 @@ def _short_reason(error: Exception) -> str:
     """The operating system's message if TensorStore quotes it, otherwise the first line."""
     quoted = re.search(r"([^:]+) \[os_error_code=", str(error))
     return quoted[1].strip() if quoted else first_line(error)
-
-
-def _synchronize_by_service() -> ocp.options.MultiprocessingOptions:
-    """Options that make Orbax synchronise processes by the coordination service.
-
-    By default Orbax uses a device collective, which would run among the collectives of the steps.
-    Orbax uses the coordination service if `active_processes` is given.
-    """
-    processes = set(range(jax.process_count())) if jax.process_count() > 1 else None
-    return ocp.options.MultiprocessingOptions(active_processes=processes)
 
 
 def _check_writable(directory: AnyPath) -> None:

@@ -9,7 +9,7 @@ slice. The backward pass goes round once more, and the gradients of keys and val
 these. F leaves queries, output and log-sum-exp as residuals; keys and values of a device's own
 tokens too, unless they are in the state that slices hand on.
 
-In place of keys and values the ring may turn what they are made of (`RingLayout.expand`): then
+In place of keys and values the ring may pass on what they are made of (`RingLayout.expand`): then
 they exist for one block at a time, in F and again in B.
 
 Shapes are those of `jaxpipe.model.blocks`; L are a device's tokens of a slice, half of them from
@@ -106,17 +106,17 @@ def _forward(
     sequence, blocks, queries = layout.sequence, layout.blocks, QueryBlock(q_BLHK, key_range)
     slices = _SliceKeys(layout, k_BSGK, v_BSGK)
 
-    def of_own(turn: int, there: KeyBlock, output: AttentionOutput | None) -> AttentionOutput:
+    def of_own(ring_step: int, there: KeyBlock, output: AttentionOutput | None) -> AttentionOutput:
         there, _ = layout.open(there, weights)
-        if not turn:
+        if not ring_step:
             if q_BLHK.shape[1] == layout.tokens:
                 return blocks.causal(queries, there)
             return blocks.attend_block(queries, there, key_range.mask(there.place_BS))
-        late, which = _half_blocks(sequence, turn, blocks.attend_block, queries, there)
+        late, which = _half_blocks(sequence, ring_step, blocks.attend_block, queries, there)
         early_made, late_made = _split_halves(output)
         late_made = late_made.merge(late)
-        chosen = _choose_half(sequence, turn, early_made, late_made).merge(which)
-        return _replace_half(sequence, turn, (early_made, late_made), chosen)
+        chosen = _choose_half(sequence, ring_step, early_made, late_made).merge(which)
+        return _replace_half(sequence, ring_step, (early_made, late_made), chosen)
 
     def of_earlier(_: int, there: KeyBlock, output: AttentionOutput) -> AttentionOutput:
         there, _ = layout.open(there, weights)
@@ -146,10 +146,10 @@ def _backward(
     queries = QueryBlock(q_BLHK, key_range, output, dmixed_BLHK)
     slices = _SliceKeys(layout, k_BSGK, v_BSGK)
 
-    def of_own(turn: int, given: KeyBlock, gradients: _Gradients | None) -> _Gradients:
+    def of_own(ring_step: int, given: KeyBlock, gradients: _Gradients | None) -> _Gradients:
         """Gradients of queries, and of the current keys with what the devices before added."""
         there, back = layout.open(given, weights)
-        if not turn:
+        if not ring_step:
             if q_BLHK.shape[1] == layout.tokens:
                 dq, *at_keys = blocks.causal_gradients(queries, there)
             else:
@@ -157,20 +157,22 @@ def _backward(
                 dq, *at_keys = blocks.block_gradients(queries, there, mask_B1LS)
             return _Gradients(dq, *back(*at_keys))
         arrived = sequence.rotate(gradients.at_keys)
-        late, which = _half_blocks(sequence, turn, blocks.block_gradients, queries, there)
+        late, which = _half_blocks(sequence, ring_step, blocks.block_gradients, queries, there)
         early_dq, late_dq = _split_halves(gradients.dq_BLHK)
         late_dq = late_dq + late.dq_BLHK
-        chosen = _choose_half(sequence, turn, early_dq, late_dq) + which.dq_BLHK
-        dq = _replace_half(sequence, turn, (early_dq, late_dq), chosen)
+        chosen = _choose_half(sequence, ring_step, early_dq, late_dq) + which.dq_BLHK
+        dq = _replace_half(sequence, ring_step, (early_dq, late_dq), chosen)
         both = zip(late[1:], which[1:])
-        at_keys, at_weights = back(*(_key_gradients(sequence, turn, *halves) for halves in both))
+        at_keys, at_weights = back(
+            *(_key_gradients(sequence, ring_step, *halves) for halves in both)
+        )
         return _Gradients(dq, _add(arrived, at_keys), _add(gradients.at_weights, at_weights))
 
-    def of_earlier(turn: int, given: KeyBlock, gradients: _Gradients) -> _Gradients:
+    def of_earlier(ring_step: int, given: KeyBlock, gradients: _Gradients) -> _Gradients:
         there, back = layout.open(given, weights)
         dq, *at_keys = skip_unseen(blocks.block_gradients, queries, there)
         at_keys, at_weights = back(*at_keys)
-        if turn:
+        if ring_step:
             at_keys = _add(sequence.rotate(gradients.at_keys), at_keys)
         return _Gradients(gradients.dq_BLHK + dq, at_keys, _add(gradients.at_weights, at_weights))
 
@@ -250,22 +252,22 @@ class _SliceKeys:
 
 
 def _fold_ring_steps(
-    sequence: FullSequence, keys: KeyBlock, with_turn: Callable[[int, KeyBlock, Any], Any],
+    sequence: FullSequence, keys: KeyBlock, of_step: Callable[[int, KeyBlock, Any], Any],
     folded: Any = None,
 ) -> Any:  # fmt: skip
-    """Fold `with_turn` over the ring steps: own keys first, then those of the device before.
+    """Fold `of_step` over the ring steps: own keys first, then those of the device before.
 
     The barrier lets only the next step's keys be in flight during a step. Without it a scheduler
     could start all later permutes at once, with no blocks left to hide them.
     """
-    for turn in range(sequence.ring - 1):
+    for ring_step in range(sequence.ring - 1):
         coming = sequence.rotate(keys)
-        folded, keys = lax.optimization_barrier((with_turn(turn, keys, folded), coming))
-    return with_turn(sequence.ring - 1, keys, folded)
+        folded, keys = lax.optimization_barrier((of_step(ring_step, keys, folded), coming))
+    return of_step(sequence.ring - 1, keys, folded)
 
 
 def _half_blocks(
-    sequence: FullSequence, turn: int, op: BlockOp, queries: QueryBlock, there: KeyBlock
+    sequence: FullSequence, ring_step: int, op: BlockOp, queries: QueryBlock, there: KeyBlock
 ) -> tuple[Any, Any]:
     """The two half blocks of a ring step.
 
@@ -274,25 +276,27 @@ def _half_blocks(
     """
     (early, late), (early_keys, late_keys) = _split_halves(queries), _split_halves(there)
     chosen = (
-        _choose_half(sequence, turn, early, late),
-        _choose_half(sequence, turn, early_keys, late_keys),
+        _choose_half(sequence, ring_step, early, late),
+        _choose_half(sequence, ring_step, early_keys, late_keys),
     )
     return skip_unseen(op, late, early_keys), skip_unseen(op, *chosen)
 
 
-def _is_from_earlier_device(sequence: FullSequence, turn: int) -> jax.Array:
+def _is_from_earlier_device(sequence: FullSequence, ring_step: int) -> jax.Array:
     """Whether the current keys are from a device before this one, which has earlier keys."""
-    return sequence.index() >= turn
+    return sequence.index() >= ring_step
 
 
-def _choose_half(sequence: FullSequence, turn: int, early: Any, late: Any) -> Any:
-    before = _is_from_earlier_device(sequence, turn)
+def _choose_half(sequence: FullSequence, ring_step: int, early: Any, late: Any) -> Any:
+    before = _is_from_earlier_device(sequence, ring_step)
     return jax.tree.map(lambda *both: jnp.where(before, *both), early, late)
 
 
-def _replace_half(sequence: FullSequence, turn: int, halves: tuple[Any, Any], chosen: Any) -> Any:
+def _replace_half(
+    sequence: FullSequence, ring_step: int, halves: tuple[Any, Any], chosen: Any
+) -> Any:
     """Concatenate early and late half, one of which is replaced by `chosen`."""
-    before = _is_from_earlier_device(sequence, turn)
+    before = _is_from_earlier_device(sequence, ring_step)
 
     def whole(early: jax.Array, late: jax.Array, new: jax.Array) -> jax.Array:
         parts = [jnp.where(before, new, early), jnp.where(before, late, new)]
@@ -302,10 +306,10 @@ def _replace_half(sequence: FullSequence, turn: int, halves: tuple[Any, Any], ch
 
 
 def _key_gradients(
-    sequence: FullSequence, turn: int, of_late: jax.Array, of_chosen: jax.Array
+    sequence: FullSequence, ring_step: int, of_late: jax.Array, of_chosen: jax.Array
 ) -> jax.Array:
     """Key gradients of a ring step: of late queries at early keys, and of the other block."""
-    before, nothing = _is_from_earlier_device(sequence, turn), jnp.zeros_like(of_late)
+    before, nothing = _is_from_earlier_device(sequence, ring_step), jnp.zeros_like(of_late)
     early = of_late + jnp.where(before, of_chosen, nothing)
     return jnp.concatenate([early, jnp.where(before, nothing, of_chosen)], 1)
 

@@ -74,7 +74,7 @@ class Estimate:
         return self.variant.label
 
     @property
-    def held(self) -> int:
+    def live(self) -> int:
         """Most live (microbatch, stage) pairs on any rank."""
         return self.plan.tables.slots.for_w
 

@@ -20,9 +20,9 @@ from jaxpipe.schedule import simulate
 _GIB = 2**30
 _COLUMNS = {
     "mesh": "left", "microbatches": "right", "remat": "left", "ZeRO": "right", "offloaded": "left",
-    "schedule": "left", "ends": "left", "GiB": "right", "seconds": "right", "compute": "right",
-    "bubble": "right", "messages": "right", "tp": "right", "ep, cp": "right", "host": "right",
-    "dp": "right", "tokens/s/device": "right",
+    "schedule": "left", "embed/head": "left", "GiB": "right", "seconds": "right",
+    "compute": "right", "bubble": "right", "messages": "right", "tp": "right", "ep, cp": "right",
+    "host": "right", "dp": "right", "tokens/s/device": "right",
 }  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def search_table(estimates: Sequence[Estimate]) -> Table:
             "ZeRO": str(parallel.zero_stage),
             "offloaded": ", ".join(filter(None, (layers, "moments" * train.offload_moments))),
             "schedule": estimate.label,
-            "ends": "shared" if parallel.ends_shared_by else "own",
+            "embed/head": "shared" if parallel.ends_shared_by else "own",
             "GiB": f"{estimate.bytes.total / _GIB:.1f}",
             "seconds": f"{estimate.seconds:.4g}",
             "tokens/s/device": f"{estimate.tokens_per_second / parallel.devices:,.0f}",

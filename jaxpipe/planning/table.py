@@ -39,7 +39,7 @@ _COLUMNS = (
         lambda one: one.label + " *" * one.configured,
     ),
     Column(
-        "ends", "embedding and head of the ranks that have them (own), or shared by all",
+        "embed/head", "computed by the end stages alone (own), or shared over pp (shared)",
         lambda one: _ends(one),
     ),
     Column(
@@ -54,7 +54,7 @@ _COLUMNS = (
         "scan", "idle share of the scan that the executor runs",
         lambda one: one.report.bubble_scan, ".1%",
     ),
-    Column("held", "largest number of live (microbatch, stage) pairs", lambda one: one.held, "d"),
+    Column("live", "largest number of live (microbatch, stage) pairs", lambda one: one.live, "d"),
     _TOTAL,
     Column("stored", "activations in GiB", lambda one: one.bytes.activations / _GIB, ".1f"),
     Column("sent", "GiB sent to neighbours in a step", lambda one: one.sent / _GIB, ".1f"),
@@ -145,7 +145,7 @@ class Plan:
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, 1))
         for column in self.columns:
-            justify = "left" if column.name in ("schedule", "ends") else "right"
+            justify = "left" if column.name in ("schedule", "embed/head") else "right"
             table.add_column(column.name, justify=justify, no_wrap=True)
         for one in sorted(self.estimates, key=lambda e: -e.tokens_per_second):
             fits = one.bytes.total <= self.memory
@@ -163,12 +163,12 @@ class Plan:
             {
                 "schedule": one.label,
                 "configured": one.configured,
-                "ends": _ends(one),
+                "embed_head": _ends(one),
                 "fits": one.bytes.total <= self.memory,
                 "tokens_per_second": one.tokens_per_second,
                 **asdict(one.report),
                 "bytes": asdict(one.bytes) | {"total": one.bytes.total},
-                "held": one.held,
+                "live": one.live,
                 "waiting_for_host": one.waiting,
                 "waiting_for_replicas": one.exposed,
                 "sent_bytes": one.sent,

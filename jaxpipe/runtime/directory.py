@@ -5,7 +5,9 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -20,6 +22,8 @@ from jaxpipe.runtime.storage import AnyPath, as_os_errors
 Say = Callable[[str], None]
 LOCK = ".lock"  # name of the lock file in a run directory
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_SHARED_SECONDS = 60.0  # after which a file that another host has made must be seen, as on NFS
+_LOOK_SECONDS = 0.1
 _MOST_WAITING = 16 << 20  # bytes per file queued in memory until they can be written
 
 
@@ -58,6 +62,38 @@ def locked(directory: Path, say: Say) -> Iterator[None]:
     finally:
         if lock is not None:
             os.close(lock)
+
+
+def check_shared(directory: Path) -> None:
+    """Raise `ConfigError` in all processes unless all see the same directory.
+
+    Each would save its own shards in its own directory, of which no checkpoint can be restored.
+    """
+    if not processes.several():
+        return
+    mark = directory / processes.from_first("shared", lambda: _leave_mark(directory))
+    end, reason = time.monotonic() + _SHARED_SECONDS, ""
+    while not mark.exists() and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
+    if not mark.exists():
+        reason = (
+            f"run.dir={directory} of process {processes.place()[0]} is not that of process 0: put "
+            f"it on a file system that all hosts share, or in an object store."
+        )
+    try:
+        processes.refuse(reason)
+    finally:
+        if processes.first() and mark != directory:
+            mark.unlink(missing_ok=True)
+
+
+def _leave_mark(directory: Path) -> str:
+    name = f".shared-{secrets.token_hex(8)}"
+    try:
+        (directory / name).touch()
+    except OSError:  # on a full disk nothing is compared
+        return ""
+    return name
 
 
 def _take(directory: Path, say: Say) -> int:

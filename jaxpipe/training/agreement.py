@@ -14,11 +14,18 @@ from jaxpipe.config import Config
 from jaxpipe.data.sources import RunData
 from jaxpipe.planning import RunPlan
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "orbax-checkpoint")
+# Settings of jax, which environment variables change, too, on which programs or numbers depend.
+_JAX_SETTINGS = (
+    "jax_default_matmul_precision", "jax_default_prng_impl", "jax_disable_jit",
+    "jax_enable_custom_prng", "jax_enable_x64", "jax_numpy_dtype_promotion",
+    "jax_random_seed_offset", "jax_softmax_custom_jvp", "jax_threefry_partitionable",
+    "jax_use_shardy_partitioner",
+)  # fmt: skip
 
 
 def programs_of(config: Config) -> dict[str, str]:
-    """Inputs of a process's compiled programs: versions, source, device kind, XLA flags, settings.
+    """Inputs of a process's programs: versions, source, device kind, flags and settings.
 
     `--xla_dump*` flags are left out: processes may dump to different places.
     """
@@ -27,6 +34,7 @@ def programs_of(config: Config) -> dict[str, str]:
     settings = msgspec.to_builtins(config)
     return {
         **{f"the version of {name}": version(name) for name in _PACKAGES},
+        **{name.upper(): str(jax.config.values.get(name)) for name in _JAX_SETTINGS},
         "the source of jaxpipe": _digest(_sources()),
         "the kind of device": ", ".join(sorted(kinds)),
         "XLA_FLAGS": " ".join(flag for flag in flags if not flag.startswith("--xla_dump")),

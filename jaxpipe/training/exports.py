@@ -1,5 +1,6 @@
 """Exports checkpoints for transformers while the run continues."""
 
+import contextlib
 import os
 import queue
 import subprocess
@@ -41,6 +42,8 @@ class Exports:
 
     def __enter__(self) -> "Exports":
         if self._every and processes.first():
+            for left in self._exports.glob(".*.partial-*"):  # by a process that was killed
+                remove_tree(left)
             saved = list_steps(self._checkpoints)
             for step in saved:
                 if step and not (self._exports / str(step) / "config.json").exists():
@@ -55,9 +58,9 @@ class Exports:
         self._ends.set()
         self._steps.put(None)
         while kind is None and self._waits and self._thread.is_alive():
-            position.enter("export")  # each has a time limit of its own
-            left = self._steps.qsize()
-            while self._thread.is_alive() and self._steps.qsize() == left:
+            position.enter("export")  # the time limit is of an export that writes nothing
+            written = self._written()
+            while self._thread.is_alive() and self._written() == written:
                 self._thread.join(_LOOK_SECONDS)
 
     def add(self, step: int) -> None:
@@ -65,6 +68,14 @@ class Exports:
         self._waits = step == self._last_step
         if self._every and step % self._every == 0:
             self._steps.put(step)
+
+    def _written(self) -> tuple[int, int]:
+        """Exports to come, and bytes of the files of that which is being written."""
+        sizes = 0
+        for path in self._exports.glob(".*.partial-*/*"):
+            with contextlib.suppress(OSError):  # it is just complete
+                sizes += path.stat().st_size
+        return self._steps.qsize(), sizes
 
     def remove_after(self, last_step: int) -> None:
         """Remove the exports of steps after `last_step`, to which the run went back."""

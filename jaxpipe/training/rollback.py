@@ -70,13 +70,14 @@ def roll_back(
     train, at = trainer.config.train, failed.dispatched.after
     position.enter("restore")
     jax.tree.map(lambda leaf: leaf.delete(), failed.state)  # otherwise devices hold two states
-    checkpoints.remove_after(failed.first_spike - 1)
-    restored = checkpoints.restore(trainer.state_shapes.parts(), say)
+    last = failed.first_spike - 1
+    restored = checkpoints.restore(trainer.state_shapes.parts(), say, last_step=last)
     if restored is None:
         raise ConfigError(
             f"{failed.reason(train)}: there is no undamaged checkpoint to go back to; start anew "
-            f"in another run.dir."
+            f"in another run.dir, or go on from a later checkpoint with train.spike_rollbacks=0."
         )
+    checkpoints.remove_after(last)
     parts, meta = restored
     before = position_in(meta, trainer.config)
     passed_over = at.position - before.samples + before.restarted_at

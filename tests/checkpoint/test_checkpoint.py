@@ -4,6 +4,7 @@ import itertools
 import resource
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -176,6 +177,34 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(tmp_path):
     assert (tmp_path / "damaged-3").is_dir()
     with open_at(tmp_path, keying) as checkpoints:
         assert checkpoints.restore(state, say=pytest.fail)[1]["step"] == 3
+
+
+def test_an_older_one_is_restored_without_loss_of_the_newer(tmp_path):
+    """As a rollback does, which finds that it is damaged."""
+    state, keying = make_state([2, 1])
+    with open_at(tmp_path, keying) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state, {})
+        assert checkpoints.restore(state, pytest.fail, last_step=2)[1]["step"] == 2
+    for step in ("1", "2"):
+        damage(tmp_path / step)
+    with open_at(tmp_path, keying) as checkpoints:
+        assert checkpoints.restore(state, lambda _: None, last_step=2) is None
+        assert checkpoints.restore(state, pytest.fail)[1]["step"] == 3
+
+
+def test_local_saves_are_asked_again_where_a_checkpoint_is_damaged(tmp_path):
+    asked, state, keying = [], *make_state([2, 1])
+    with open_at(tmp_path, keying) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state, {})
+    damage(tmp_path / "2")
+    with open_at(tmp_path, keying) as checkpoints:
+        checkpoints.local = SimpleNamespace(
+            restore=lambda since, *_: asked.append(since), close=lambda _: None
+        )
+        assert checkpoints.restore(state, lambda _: None)[1]["step"] == 1
+    assert asked == [2, 1]
 
 
 def test_an_unfinished_save_is_ignored(tmp_path):

@@ -10,7 +10,7 @@ from commands import SMALL, losses
 from jaxpipe import train
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.checkpoint.exclusion import leaves_by_name
-from jaxpipe.checkpoint.local_saves import LocalSaves, neighbour_of
+from jaxpipe.checkpoint.local_saves import LocalSaves, neighbour_of, run_word
 from jaxpipe.config import ConfigError, load
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.training.trainer import Trainer
@@ -165,6 +165,15 @@ def test_a_run_goes_on_from_a_local_save(tmp_path, monkeypatch, capsys):
     assert "resumed from step 4" in capsys.readouterr().out
     assert losses(run) == before
     assert not list(folder.glob("*/*/*"))
+
+
+def test_a_copy_of_a_run_has_a_word_of_its_own(tmp_path):
+    (tmp_path / "one").mkdir()
+    word = run_word(tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    assert run_word(tmp_path / "two") != word == run_word(tmp_path / "one")
+    (tmp_path / "one" / "local_saves").write_text(word)  # as earlier versions wrote it
+    assert run_word(tmp_path / "one") == word
 
 
 def test_a_folder_must_be_writable(tmp_path):

@@ -121,8 +121,8 @@ def test_a_limit_counts_what_stays_on_the_device():
     for layers in (0, 2):
         config, _, one = priced(layers, "parallel.in_flight=4")
         layer = costs_of(config).kinds["layer"]
-        limit = (4 - layers) * (layer.for_b + layer.for_w) * one.held
-        held.append(one.held)
+        limit = (4 - layers) * (layer.for_b + layer.for_w) * one.live
+        held.append(one.live)
         for size, fits in ((limit, True), (limit - 1, False)):
             config = configs.load(SMALL, [
                 *SIZES, "parallel.in_flight=4", f"train.offload_layers={layers}",

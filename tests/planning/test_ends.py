@@ -148,4 +148,4 @@ def test_a_plan_marks_what_is_shared(capsys):
     assert own[2] == "shared"
     assert main([str(SMALL), *LARGE, "parallel.vocab_parallel_pp=false", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["schedules"]
-    assert {row["ends"] for row in rows} == {"own"}
+    assert {row["embed_head"] for row in rows} == {"own"}

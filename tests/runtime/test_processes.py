@@ -8,6 +8,7 @@ import time
 from functools import cache
 from pathlib import Path
 
+import jax
 import layout
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from several import ends, free_port, start_all, wait_for_step
 
 from jaxpipe import train
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime import processes
+from jaxpipe.runtime import directory, processes
 
 DEVICES = 8
 MESH = {  # other layouts of the same global batch; each process has full pipeline ranks or parts
@@ -195,15 +196,17 @@ def test_when_one_reads_a_bad_id_the_others_stop(tmp_path):
 @pytest.mark.parametrize(
     ("differs", "part"),
     [("optimizer.lr=0.5", "optimizer.lr: 0.5 in process 1, 0.01 in process 0"),
-     ("train.seed=5", "train.seed: 5 in process 1, 0 in process 0")],
+     ("JAX_DEFAULT_MATMUL_PRECISION=float32", "JAX_DEFAULT_MATMUL_PRECISION: float32 in process")],
 )  # fmt: skip
 def test_processes_that_differ_do_not_begin(tmp_path, differs, part):
     command = train_command(tmp_path, devices=1)
     places = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     mesh = ["parallel.pp=2", "parallel.dp=1"]
+    key, _, value = differs.partition("=")
+    words, names = ([differs], {}) if "." in key else ([], {key: value})
     group = [
-        start([*command, *mesh, *more], places | {"JAX_PROCESS_ID": str(index)})
-        for index, more in enumerate([[], [differs]])
+        start([*command, *mesh, *more], places | own | {"JAX_PROCESS_ID": str(index)})
+        for index, (more, own) in enumerate([([], {}), (words, names)])
     ]
     for code, output in ends(group):
         assert code == 2, output
@@ -246,3 +249,38 @@ def test_saving_and_restoring_take_a_processs_own_share_of_memory(tmp_path):
         for found in measured(count, mode, pp):
             assert found["share"] > 1.5 * 2**30 / count * 0.98
             assert found["extra"] < 1.3 * found["share"], (count, mode, found)
+
+
+def test_processes_with_directories_of_their_own_do_not_begin(tmp_path, monkeypatch):
+    """The second process does not find what the first has left."""
+    monkeypatch.setattr(directory, "_SHARED_SECONDS", 0.2)
+    monkeypatch.setattr(processes, "several", lambda: True)
+    monkeypatch.setattr(processes, "place", lambda: (1, 2))
+    monkeypatch.setattr(processes, "gather", lambda name, text: ["", text])
+    monkeypatch.setattr(processes, "first", lambda: False)
+    monkeypatch.setattr(processes, "from_first", lambda name, text_of: ".shared-0")
+    with pytest.raises(
+        ConfigError, match="of process 1 is not that of process 0: put it on a file"
+    ):
+        directory.check_shared(tmp_path)
+    (tmp_path / ".shared-0").touch()
+    directory.check_shared(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ("UNAVAILABLE: Connection reset by peer", 3),
+        ("INTERNAL: gloo: connection closed", 3),
+        ("INVALID_ARGUMENT: no such option", 1),
+        ("INTERNAL: CpuCallback error calling callback: ValueError", 1),
+    ],
+)
+def test_a_failure_of_its_own_is_not_blamed_on_others(message, code, monkeypatch, capsys):
+    def leave(code, sentence):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(processes, "leave", leave)
+    with pytest.raises(SystemExit) as ended:
+        train._leave_others(jax.errors.JaxRuntimeError(message))
+    assert ended.value.code == code

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import io
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jaxpipe.config import ConfigError
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.training.loggers import open_loggers
 from jaxpipe.training.metrics import MetricsLog
+from jaxpipe.training.rollback import Failure, roll_back
 from jaxpipe.training.step_guard import StepGuard
 
 SETTINGS = [
@@ -165,6 +167,20 @@ def test_several_processes_go_back_together(tmp_path):
     assert found[0][1].count("rolled back to step 2") == 2
     np.testing.assert_allclose([*losses(two).values()], [*losses(one).values()], rtol=1e-6)
     assert complete(one) == complete(two) == [2]
+
+
+def test_a_rollback_to_damaged_checkpoints_removes_no_other():
+    removed = []
+    checkpoints = SimpleNamespace(
+        restore=lambda *given, last_step: None, remove_after=removed.append
+    )
+    config = configs.load(SMALL)
+    shapes = SimpleNamespace(parts=dict)
+    trainer = SimpleNamespace(config=config, state_shapes=shapes)
+    failed = Failure({}, SimpleNamespace(step=9, after=None), {"loss": 9.0, "grad_norm": 1.0})
+    with pytest.raises(ConfigError, match="no undamaged checkpoint to go back to"):
+        roll_back(trainer, checkpoints, failed, print)
+    assert not removed
 
 
 @pytest.mark.parametrize("rollbacks", [0, 1])

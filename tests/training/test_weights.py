@@ -78,17 +78,26 @@ def test_a_checkpoint_that_is_no_longer_kept_is_not_exported(tmp_path):
     assert "step 2 could not be exported (it is no longer kept" in said[0]
 
 
-def test_every_export_has_the_time_limit_of_one(tmp_path, monkeypatch):
+def test_the_time_limit_is_of_an_export_that_writes_nothing(tmp_path, monkeypatch):
     for step in (2, 4, 6):
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
     words = [f"run.dir={tmp_path}", "checkpoint.export_every=2", "train.steps=6"]
     entered = []
+    (tmp_path / "exports" / ".2.partial-1").mkdir(parents=True)  # of a process that was killed
+
+    def export(self, step):
+        folder = self._exports / f".{step}.partial-2"
+        folder.mkdir()
+        for size in range(3):
+            (folder / "file").write_bytes(b" " * size)
+            time.sleep(0.1)
+
     monkeypatch.setattr(exports_of_a_run, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(exports_of_a_run.position, "enter", entered.append)
-    monkeypatch.setattr(Exports, "_export", lambda self, step: time.sleep(0.2))
+    monkeypatch.setattr(Exports, "_export", export)
     with Exports(configs.load(SMALL, words), print):
-        pass
-    assert len(entered) >= 3
+        assert not (tmp_path / "exports" / ".2.partial-1").exists()
+    assert len(entered) >= 6
 
 
 def test_exports_of_steps_that_were_rolled_back_are_removed(tmp_path):
