@@ -27,6 +27,7 @@ from jaxpipe.checkpoint.listing import list_steps, list_unfinished
 from jaxpipe.checkpoint.memory import return_freed_memory
 from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
 from jaxpipe.checkpoint.orbax_stores import use_store_of
+from jaxpipe.checkpoint.save_barrier import SaveBarrier
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime import processes, storage
 from jaxpipe.runtime.storage import AnyPath
@@ -91,10 +92,12 @@ class CheckpointStore:
         # With `active_processes` Orbax synchronizes them by the coordination service. Its device
         # collective would run among the collectives of the steps.
         active = set(range(jax.process_count())) if jax.process_count() > 1 else None
+        self._barrier = SaveBarrier()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             keep_period=keep_every or None,
             enable_async_checkpointing=asynchronous,
+            async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier if active else None),
             create=False,
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=active),
         )
@@ -153,6 +156,7 @@ class CheckpointStore:
         args = ocp.args.Composite(state=StateSave(keyed), meta=saved_meta)
         with self._log_unwritten():
             self._check_all_can_write()
+            self._barrier.begin()
             self._manager.save(step, args=args)
 
     def save_locally(self, step: int, state: Tree, meta: dict[str, Any]) -> None:
