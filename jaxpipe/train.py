@@ -258,7 +258,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             progress.say(part)
         position.enter("restore")
         state, seen = start(trainer, data, checkpoints, progress.say)
-        started = {"the step that they start from": str(int(state.step)), "the data": str(seen)}
+        started = {"the step to go on from": str(int(state.step)), "the data position": str(seen)}
         processes.check_alike("start", lambda: started)
         if record_routes:
             record(trainer, data.train, state, seen.position, record_routes)

@@ -36,7 +36,7 @@ import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])
 """
-# Saves for a while after a signal, or has not yet begun to train.
+# Saves for a while after a signal, or does not train yet.
 STAND_IN = """
 import os, pathlib, sys, time
 from jaxpipe.training.signals import stop_signals
