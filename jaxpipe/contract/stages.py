@@ -113,10 +113,10 @@ class StageFunctions:
         self, variables: Mapping[str, Any], after: Callable[[Tree, Aux], Tree]
     ) -> Self:
         """A copy with more variables by name, which `after` updates once a step."""
-        before = self.next_variables or (lambda variables, side: variables)
+        before = self.next_variables or (lambda variables, aux: variables)
 
-        def next_variables(variables: Tree, side: Aux) -> Tree:
-            return {**before(variables, side), **after(variables, side)}
+        def next_variables(variables: Tree, aux: Aux) -> Tree:
+            return {**before(variables, aux), **after(variables, aux)}
 
         every = {**(self.variables or {}), **variables}
         return replace(self, variables=every, next_variables=next_variables)

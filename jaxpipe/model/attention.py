@@ -39,9 +39,9 @@ class CachedKeys(NamedTuple):
     begin: jax.Array | int
 
 
-def append_cache(y: jax.Array, past: CachedKeys | None, side: Aux = Aux()) -> LayerOutput:  # noqa: B008
-    """Return y, the keys and values up to the end of the slice (if there are slices) and `side`."""
-    return LayerOutput(y, past and (past.keys_BSGK, past.values_BSGK), side)
+def append_cache(y: jax.Array, past: CachedKeys | None, aux: Aux = Aux()) -> LayerOutput:  # noqa: B008
+    """Return y, the keys and values up to the end of the slice (if there are slices) and `aux`."""
+    return LayerOutput(y, past and (past.keys_BSGK, past.values_BSGK), aux)
 
 
 @dataclass(frozen=True)

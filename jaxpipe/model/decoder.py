@@ -175,7 +175,7 @@ class CausalDecoder:
             order=self.config.layer_kinds if len(kinds) > 1 else None,
             losses=("loss", "z_loss") if self.z_loss else ("loss",),
             embed_head_specs=self.leaves["embed_head"], batch_keys=tuple(reads),
-            report=lambda side: {},
+            report=lambda aux: {},
         )  # fmt: skip
         if self.objective is not None:
             functions = self.objective.applied(functions, self.target_logprobs)

@@ -241,7 +241,7 @@ class Precision:
         """Initial variables of a model with that many layers, and products per layer."""
         return {}
 
-    def next_variables(self, variables: Tree, side: Aux) -> Tree:
+    def next_variables(self, variables: Tree, aux: Aux) -> Tree:
         """The variables after a step."""
         return {}
 
@@ -282,9 +282,9 @@ class Fp8(Precision):
         history = np.zeros((*scales.shape, self.history), np.float32)
         return {"fp8_scale": scales.copy(), "fp8_history": history}
 
-    def next_variables(self, variables: Tree, side: Aux) -> Tree:
+    def next_variables(self, variables: Tree, aux: Aux) -> Tree:
         """Scales for the largest values in the history; a scale without any stays as it is."""
-        seen = side.maxima["fp8_scale"]
+        seen = aux.maxima["fp8_scale"]
         seen = jnp.where(jnp.isfinite(seen), seen, 0)[..., None]
         history = jnp.concatenate([seen, variables["fp8_history"][..., :-1]], axis=-1)
         largest = history.max(-1)

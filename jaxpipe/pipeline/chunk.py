@@ -213,7 +213,7 @@ def _run_forward(
     """Run F of a run of layers; `earlier` and `later` are its neighbours in the chunk, if any."""
 
     def layer(
-        slot: LayerSlot, params: Tree, x: jax.Array, ring: RingBuffers, side: Aux, loss: Any
+        slot: LayerSlot, params: Tree, x: jax.Array, ring: RingBuffers, aux: Aux, loss: Any
     ) -> tuple[jax.Array, RingBuffers, Aux, Any]:
         plan = slot.kind.rings
         context = given.context(slot, plan.state_before(ring, given.row, slot.place))
@@ -221,21 +221,21 @@ def _run_forward(
         more = output.aux.loss
         loss = loss if more is None else loss + more.astype(loss.dtype)
         ring = plan.write_forward(ring, kept, output.state, given.row, slot.place)
-        return output.y, ring, add_aux(side, output.aux, given.row.forward_mb), loss
+        return output.y, ring, add_aux(aux, output.aux, given.row.forward_mb), loss
 
-    x, rings, side, loss, gathered = before
+    x, rings, aux, loss, gathered = before
     rings, after = list(rings), later and later.end(backward=False)
     # The gather of a layer must end with the layer before it: otherwise XLA delays some into the
     # layer itself. BW has enough matmuls to hide them, and would wait for tp collectives.
     made, whole = run.over_layers(
-        layer, (x, rings[run.ring], side, loss), gathered, after, prefetch=True, in_time=True
+        layer, (x, rings[run.ring], aux, loss), gathered, after, prefetch=True, in_time=True
     )
-    x, rings[run.ring], side, loss = made
+    x, rings[run.ring], aux, loss = made
     if earlier is not None and earlier.on_host:
         # The device-to-host copy of the earlier layer's residuals overlaps with this run and must
         # end with it.
         x, rings[earlier.ring] = lax.optimization_barrier((x, rings[earlier.ring]))
-    return ForwardOutputs(x, tuple(rings), side, loss, whole)
+    return ForwardOutputs(x, tuple(rings), aux, loss, whole)
 
 
 def _layer_gradient(

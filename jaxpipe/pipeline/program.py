@@ -68,16 +68,16 @@ class DeviceProgram:
         every = (PP, *REPLICA_AXES)
         losses, aux_losses = lax.psum((carry.losses, carry.aux_losses), every)
         rows = {name: lax.psum(value, PP) for name, value in carry.aux.per_example.items()}
-        side = reduce_aux(aux_of(carry), every)._replace(per_example=rows)
+        aux = reduce_aux(aux_of(carry), every)._replace(per_example=rows)
         outputs = jax.tree.map(lambda own: lax.psum(own, PP), carry.outputs)
         if not self.tables.has_gradients:
-            return StepOutput(losses, None, side, outputs, step.counts, aux_losses)
+            return StepOutput(losses, None, aux, outputs, step.counts, aux_losses)
         sums = carry.embed_head_gradients, carry.layer_gradients, carry.read_gradients
         marks = fingerprint(sums).reshape((1,) * 5) if self.execution.fingerprints else None
         gradients = own.gradients(*sums, reduced=closing is not None)
         if step.unscale is not None:
             gradients = jax.tree.map(lambda gradient: gradient * step.unscale, gradients)
-        return StepOutput(losses, gradients, side, outputs, step.counts, aux_losses, marks)
+        return StepOutput(losses, gradients, aux, outputs, step.counts, aux_losses, marks)
 
     @cached_property
     def runs(self) -> LayerRuns:

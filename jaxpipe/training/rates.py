@@ -100,7 +100,7 @@ class Rates:
 
 
 def step_metrics(
-    loss: jax.Array, norm: jax.Array, side: Aux, report: Report | None = None
+    loss: jax.Array, norm: jax.Array, aux: Aux, report: Report | None = None
 ) -> dict[str, jax.Array]:
     """Metrics computed within a step: loss, gradient norm, and layers' auxiliary outputs.
 
@@ -108,7 +108,7 @@ def step_metrics(
     `ValueError` where one of these names is in `NAMES`.
     """
     metrics = {"loss": loss, "grad_norm": norm}
-    beside = {**side.sums, **side.maxima} if report is None else report(side)
+    beside = {**aux.sums, **aux.maxima} if report is None else report(aux)
     for name, value in beside.items():
         if name in NAMES:
             raise ValueError(

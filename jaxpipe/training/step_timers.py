@@ -55,14 +55,14 @@ class TransferTimer:
         return (time.perf_counter() - begin) / _TICKS
 
 
-def _side(trainer: Trainer) -> Aux:
+def _zero_aux(trainer: Trainer) -> Aux:
     """Zeros in the shapes of a step's auxiliary outputs; empty if the update does not read them."""
     functions = trainer.model.functions
     if functions.next_variables is None and functions.report is None:
         return Aux()
     state, batch = trainer.state_shapes, trainer.sharder.shapes(trainer.config.train.seq_len)
-    side = jax.eval_shape(trainer.pipeline.step, state.params, batch, state.variables).aux
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), side)
+    aux = jax.eval_shape(trainer.pipeline.step, state.params, batch, state.variables).aux
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), aux)
 
 
 def _unrolled(trainer: Trainer) -> Trainer:
@@ -97,10 +97,10 @@ class UpdateTimer:
             )
             return trainer.unplaced({"embed_head": ends, "layers": tuple(own_layers)})
 
-        side = _side(trainer)
+        aux = _zero_aux(trainer)
 
         def update(state: State, gradients: Tree) -> State:
-            return trainer.update(state, jnp.float32(0), gradients, side)[0]
+            return trainer.update(state, jnp.float32(0), gradients, aux)[0]
 
         self._state = jax.jit(start)()
         params = self._state.params

@@ -246,7 +246,7 @@ class Trainer:
         return partial(losses_of, self.model.functions.losses, slices=self.schedule.slices)
 
     def update(
-        self, state: State, loss: jax.Array, gradients: Tree, side: Aux,
+        self, state: State, loss: jax.Array, gradients: Tree, aux: Aux,
         has_targets: jax.Array | bool = True,
     ) -> tuple[State, dict[str, jax.Array]]:  # fmt: skip
         """The state after an update, and the metrics; pure, for use within compiled functions.
@@ -255,7 +255,7 @@ class Trainer:
         Raises `ValueError` where an auxiliary output has the name of another metric.
         """
         norm, train = optimizers.global_norm(gradients), self.config.train
-        metrics = step_metrics(loss, norm, side, self.model.functions.report)
+        metrics = step_metrics(loss, norm, aux, self.model.functions.report)
         guard, updates = state.guard.after(loss, norm, train, has_targets)
         step = state.step + ~guard.stops(train)
         metrics |= guard.metrics()
@@ -270,7 +270,7 @@ class Trainer:
         params, after = optimizers.apply(self.optimizer, gradients, before, state.params, updates)
         variables, following = state.variables, self.model.functions.next_variables
         if following is not None:
-            variables = choose(updates, following(variables, side), variables)
+            variables = choose(updates, following(variables, aux), variables)
         after = moments.returned(after) if offloads else after
         return State(params, after, step, variables, guard), metrics
 

@@ -124,7 +124,7 @@ def test_the_loss_of_uneven_loads_is_1_a_token_where_they_are_even():
 
     def loss(choice, shares):
         routes = Routes(choice, weights, jnp.log(shares), shares)
-        return float(balance.side(routes, jnp.int32(0), jnp.int32(0)).loss)
+        return float(balance.aux_outputs(routes, jnp.int32(0), jnp.int32(0)).loss)
 
     assert loss(even, shares) == pytest.approx(8)
     uneven = jnp.broadcast_to(jnp.arange(2)[None, None], (1, 8, 2))

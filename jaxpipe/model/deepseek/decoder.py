@@ -113,9 +113,9 @@ class DeepseekDecoder(LlamaDecoder):
         if not self.config.mtp_depth:
             return functions
 
-        def report(side: Aux) -> dict[str, jax.Array]:
-            loss, targets = side.sums["mtp_loss"], side.sums["mtp_targets"]
-            return {**functions.report(side), "mtp_loss": loss / jnp.maximum(targets, 1)}
+        def report(aux: Aux) -> dict[str, jax.Array]:
+            loss, targets = aux.sums["mtp_loss"], aux.sums["mtp_targets"]
+            return {**functions.report(aux), "mtp_loss": loss / jnp.maximum(targets, 1)}
 
         keys = (*functions.batch_keys, *ahead_keys(self.config.mtp_depth))
         return replace(functions, report=report, batch_keys=keys)

@@ -175,14 +175,14 @@ class LlamaLayer(nnx.Module):
         if self.has_post_norms:
             mixed_BLD = self.attn_post_norm(mixed_BLD)
         x_BLD = x_BLD + given.masks.stream(mixed_BLD, "attention")
-        normed_BLD, side = self.mlp_norm(x_BLD), Aux()
+        normed_BLD, aux = self.mlp_norm(x_BLD), Aux()
         if self.is_sparse:
-            made_BLD, side = self.moe(normed_BLD, context, given.dot)
+            made_BLD, aux = self.moe(normed_BLD, context, given.dot)
         else:
             made_BLD = self.mlp(normed_BLD, given.dot)
         if self.has_post_norms:
             made_BLD = self.mlp_post_norm(made_BLD)
-        return append_cache(x_BLD + given.masks.stream(made_BLD, "mlp"), past, side)
+        return append_cache(x_BLD + given.masks.stream(made_BLD, "mlp"), past, aux)
 
 
 def new_norm(name: str, size: int, config: RotaryConfig, init: Init, leaf: ParamSpec) -> RMSNorm:

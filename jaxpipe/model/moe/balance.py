@@ -33,7 +33,7 @@ class Balance:
       config: sizes, weights of the losses, and the rate of the biases.
       devices: the devices along tp that share a layer.
       sequence: the replicas that share each sequence (context parallelism).
-      recorded: whether `side` also returns the choices, as the batch key that replays them.
+      recorded: whether `aux_outputs` also returns the choices, as the batch key that replays them.
     """
 
     config: MixtureConfig
@@ -49,14 +49,14 @@ class Balance:
         layers = len(self.config.sparse_layers)
         return {"router_bias": np.zeros((layers, self.config.n_experts), np.float32)}
 
-    def next_variables(self, variables: Any, side: Aux) -> Any:
+    def next_variables(self, variables: Any, aux: Aux) -> Any:
         """Raise the biases of experts with fewer tokens than the mean, and lower those with more.
 
         Counts are those of a whole step. The rate multiplies the sign of the difference, or the
         difference as a share of the mean (Wang et al. 2024, "Auxiliary-loss-free load balancing",
         section 4.3).
         """
-        counts, bias = side.sums["expert_counts"], variables["router_bias"]
+        counts, bias = aux.sums["expert_counts"], variables["router_bias"]
         mean, rest = _mean(counts)
         # Subtract the integers first: float32 cannot represent every count above 2^24.
         few = (mean[:, None] - counts) + rest[:, None]
@@ -72,7 +72,7 @@ class Balance:
         bias_SE = context.variables["router_bias"]
         return jnp.sum(bias_SE * here_S[:, None].astype(bias_SE.dtype), axis=0)
 
-    def side(self, routes: Routes, dropped: jax.Array, layer: jax.Array) -> Aux:
+    def aux_outputs(self, routes: Routes, dropped: jax.Array, layer: jax.Array) -> Aux:
         """Auxiliary output of the sparse layer with index `layer` among all layers.
 
         Sums `[S, ...]` and a recorded choice `[B, L, S, K]` are zero in the entries of other
@@ -99,19 +99,19 @@ class Balance:
             rows[ROUTES] = own_BLSK.astype(jnp.int32)
         return Aux(loss, {name: of_layer(value) for name, value in sums.items()}, per_example=rows)
 
-    def report(self, side: Aux) -> Mapping[str, jax.Array]:
+    def report(self, aux: Aux) -> Mapping[str, jax.Array]:
         """Logged values of a step: loads by layer, dropped share, entropy and loss per token."""
-        counts, dropped = side.sums["expert_counts"], side.sums["expert_rows_dropped"]
+        counts, dropped = aux.sums["expert_counts"], aux.sums["expert_rows_dropped"]
         mean = sum(_mean(counts))
         rows = jnp.maximum(mean * self.config.n_experts, 1)  # a step may be all padding
         tokens = rows / self.config.experts_per_token
-        means = [name for name in ("router_entropy", "router_loss") if name in side.sums]
+        means = [name for name in ("router_entropy", "router_loss") if name in aux.sums]
         return {
             "expert_load_max": counts.max(1),
             "expert_load_mean": mean,
             # Every sparse layer routes the same tokens; the rows of all layers may exceed int32.
             "expert_dropped_share": (dropped / rows).mean(),
-        } | {name: side.sums[name] / tokens for name in means}
+        } | {name: aux.sums[name] / tokens for name in means}
 
     def _counts(self, choice_BLK: jax.Array) -> jax.Array:
         """Count the real tokens of each example that chose each expert: `[B, E]` int32."""

@@ -40,8 +40,8 @@ class MixtureOfExperts(nnx.Module):
         y_BLD, dropped = self.dispatch(x_BLD, weights_BLK, routes.taken_BLK, self.experts, dot)
         if self.balance.config.shared_experts:
             y_BLD += self.shared.of_whole(x_BLD, dot)
-        side = self.balance.side(routes, dropped, context.index)
-        return self.parts.devices.leave(y_BLD), side
+        aux = self.balance.aux_outputs(routes, dropped, context.index)
+        return self.parts.devices.leave(y_BLD), aux
 
     def _given(self, x_BLD: jax.Array, context: Context) -> jax.Array | None:
         """This layer's recorded choice in the microbatch, `[B, L, K]`; None if there is none."""
