@@ -20,7 +20,7 @@ from jaxpipe.schedule import simulate
 _GIB = 2**30
 _COLUMNS = {
     "mesh": "left", "microbatches": "right", "remat": "left", "ZeRO": "right", "offloaded": "left",
-    "schedule": "left", "embed/head": "left", "GiB": "right", "seconds": "right",
+    "schedule": "left", "head": "left", "GiB": "right", "seconds": "right",
     "compute": "right", "bubble": "right", "messages": "right", "tp": "right", "ep, cp": "right",
     "host": "right", "dp": "right", "tokens/s/device": "right",
 }  # fmt: skip
@@ -62,7 +62,7 @@ def search_table(estimates: Sequence[Estimate]) -> Table:
     for estimate in estimates:
         config, parts = estimate.plan.config, time_parts(estimate)
         parallel, train = config.parallel, config.train
-        cells = {name: f"{part / estimate.seconds:.1%}" for name, part in parts.items()}
+        cells = {name: f"{part / estimate.seconds:z.1%}" for name, part in parts.items()}
         layers = f"{train.offload_layers} layers" if train.offload_layers else ""
         cells |= {
             "mesh": parallel.mesh + " sp" * parallel.sequence_parallel,
@@ -71,7 +71,7 @@ def search_table(estimates: Sequence[Estimate]) -> Table:
             "ZeRO": str(parallel.zero_stage),
             "offloaded": ", ".join(filter(None, (layers, "moments" * train.offload_moments))),
             "schedule": estimate.label,
-            "embed/head": "shared" if parallel.ends_shared_by else "own",
+            "head": "shared" if parallel.ends_shared_by else "own",
             "GiB": f"{estimate.bytes.total / _GIB:.1f}",
             "seconds": f"{estimate.seconds:.4g}",
             "tokens/s/device": f"{estimate.tokens_per_second / parallel.devices:,.0f}",

@@ -39,20 +39,20 @@ _COLUMNS = (
         lambda one: one.label + " *" * one.configured,
     ),
     Column(
-        "embed/head", "computed by the end stages alone (own), or shared over pp (shared)",
+        "head", "embedding and head: of the end stages alone (own), or shared over pp (shared)",
         lambda one: _ends(one),
     ),
     Column(
         "bubble", "idle share of ranks that run asynchronously, of the whole step",
-        lambda one: one.report.bubble_global, ".1%",
+        lambda one: one.report.bubble_global, "z.1%",
     ),
     Column(
         "span", "idle share within the slowest rank's span, first start to last end",
-        lambda one: one.report.bubble_span, ".1%",
+        lambda one: one.report.bubble_span, "z.1%",
     ),
     Column(
         "scan", "idle share of the scan that the executor runs",
-        lambda one: one.report.bubble_scan, ".1%",
+        lambda one: one.report.bubble_scan, "z.1%",
     ),
     Column("live", "largest number of live (microbatch, stage) pairs", lambda one: one.live, "d"),
     _TOTAL,
@@ -145,7 +145,7 @@ class Plan:
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, 1))
         for column in self.columns:
-            justify = "left" if column.name in ("schedule", "embed/head") else "right"
+            justify = "left" if column.name in ("schedule", "head") else "right"
             table.add_column(column.name, justify=justify, no_wrap=True)
         for one in sorted(self.estimates, key=lambda e: -e.tokens_per_second):
             fits = one.bytes.total <= self.memory

@@ -300,7 +300,7 @@ def test_validate_rejects(overrides, message):
             ["parallel.zero_stage=3", "parallel.reshard_after_forward=true"],
             "with parallel.reshard_after_forward=true: ops gather what others have updated",
         ),
-        (["optimizer.name=adafactor"], "with optimizer.name='adafactor': a rank updates value by"),
+        (["optimizer.name=adafactor"], "with optimizer.name='adafactor': a rank updates element"),
         (
             ["parallel.schedule=dualpipe", "log.bubble_every=4"],
             "with log.bubble_every=4: its steps are one after the other",
