@@ -27,7 +27,7 @@ from jaxpipe.checkpoint.listing import list_steps, list_unfinished
 from jaxpipe.checkpoint.memory import return_freed_memory
 from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
 from jaxpipe.checkpoint.orbax_stores import use_store_of
-from jaxpipe.checkpoint.save_barrier import SaveBarrier
+from jaxpipe.checkpoint.save_barrier import Manager, SaveBarrier
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime import processes, storage
 from jaxpipe.runtime.storage import AnyPath
@@ -101,7 +101,7 @@ class CheckpointStore:
             create=False,
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=active),
         )
-        self._manager = ocp.CheckpointManager(
+        self._manager = Manager(
             self.directory,
             options=options,
             item_handlers={"state": make_state_handler(), "meta": ocp.JsonCheckpointHandler()},

@@ -103,7 +103,7 @@ class Watch(threading.Thread):
         self.last_words: Callable[[], None] = lambda: None
         self._lock = threading.Lock()  # guards the step that is reached, and the stop agreed on
         self._leaving = threading.Lock()  # never released: the first thread to acquire it exits
-        self._step, self._stop = -1, (sys.maxsize, 0)
+        self._step, self._stop_after = -1, (sys.maxsize, 0)
         self._asked = False
         self._beats: dict[int, tuple[str, float]] = {}  # newest heartbeat, its time
 
@@ -134,7 +134,7 @@ class Watch(threading.Thread):
             self._publish({"stop": received})
         with self._lock:
             self._step = step
-            latest, number = self._stop
+            latest, number = self._stop_after
             return number if step > latest else 0
 
     def finish(self) -> None:
@@ -212,10 +212,10 @@ class Watch(threading.Thread):
         if number not in signal.valid_signals():
             self._end(3, f"a process asked to stop for signal {number}, which is none")
         with self._lock:
-            if self._stop[1]:
+            if self._stop_after[1]:
                 return
             steps = self.service.gather_in("jaxpipe/stop", str(self._step), SILENT_SECONDS)
-            self._stop = max(map(int, steps)), number
+            self._stop_after = max(map(int, steps)), number
 
     def _live(self) -> None:
         """Send a heartbeat; process 0 also checks those of the others."""

@@ -59,6 +59,7 @@ def close(got, want):
     np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=1e-6)
 
 
+@pytest.mark.versions
 @pytest.mark.slow(unless=["2"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_several_train_as_one(one_process, run_by, count):
