@@ -140,7 +140,7 @@ class RotaryConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_on
             )
 
     def _unmet_by_longrope(self, pairs: int) -> Iterator[str]:
-        """Yield a sentence for everything that `longrope` lacks; a head has `pairs` of dims."""
+        """Yield a sentence for everything that `longrope` lacks for `pairs` pairs of dims."""
         for name in ("rope_short_factors", "rope_long_factors"):
             if (found := len(getattr(self, name))) != pairs:
                 yield (
