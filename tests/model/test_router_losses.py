@@ -52,7 +52,7 @@ def plain(padding=""):
 
     params = {"embed_head": shared, "layers": layers}
     with jax.numpy_rank_promotion("allow"):
-        gradients, made = jax.jit(jax.grad(total, has_aux=True))(params)
+        gradients, made = jax.grad(total, has_aux=True)(params)
     return *made, gradients
 
 

@@ -6,6 +6,8 @@ DeepSeek-AI 2024 ("DeepSeek-V3", equations 17-20) and the z-loss of Zoph et al. 
 equation 5), each a mean over the tokens of the batch.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -25,6 +27,7 @@ def losses(params, config, rows):
     return cross_entropy / targets, added / tokens
 
 
+@partial(jax.jit, static_argnums=1)  # compiled once for each length
 def _row(params, config, inputs):
     """Return logits `[L, V]`, and the router losses of all layers, a mean over the row's tokens."""
     shared, added = params["embed_head"], 0.0
