@@ -79,11 +79,10 @@ class CheckpointStore:
         say: Callable[[str], None] = print,
         local: "LocalSaves | None" = None,
     ):
-        self.local = local
-        self.directory = storage.absolute(directory)
+        self.local, self.directory = local, storage.absolute(directory)
         self.keying = keying
         self.carried: dict[str, Any] = {}
-        self._say = say
+        self._asynchronous, self._say = asynchronous, say
         use_store_of(self.directory)
         suppress_orbax_errors()
         with processes.first_before_others("checkpoints"):
@@ -96,7 +95,6 @@ class CheckpointStore:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             keep_period=keep_every or None,
-            enable_async_checkpointing=asynchronous,
             async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier if active else None),
             create=False,
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=active),
@@ -158,6 +156,8 @@ class CheckpointStore:
             self._check_all_can_write()
             self._barrier.begin()
             self._manager.save(step, args=args)
+        if not self._asynchronous:
+            self.wait()
 
     def save_locally(self, step: int, state: Tree, meta: dict[str, Any]) -> None:
         """Save a step as `save` does, but in `local`, where it stays until the next."""
