@@ -191,8 +191,8 @@ def _seconds(report: CompiledReport) -> str:
     return (
         f"time: a step takes {planned:.3g} s by plan, at half of the peak"
         + (f", {step:.3g} s by its instructions at all of it, collectives free" if step else "")
-        + f" (ms of a device's layers: {actions or 'none'}; ends {1e3 * ops.ends:.3g}, outside the "
-        f"loop {1e3 * ops.outside:.3g})"
+        + f" (ms of a device's layers: {actions or 'none'}; embedding and head "
+        f"{1e3 * ops.embed_head:.3g}, outside the loop {1e3 * ops.outside:.3g})"
     )
 
 

@@ -40,12 +40,12 @@ class StepSeconds(NamedTuple):
 
     Attributes:
       actions: all layers of the device, by action: F, B, W, BW or a pair.
-      ends: the rest of the loop, which is embedding and head.
+      embed_head: the rest of the loop, which is embedding and head.
       outside: everything before and after the loop, such as the optimizer update.
     """
 
     actions: Mapping[str, float]
-    ends: float
+    embed_head: float
     outside: float
 
     def step(self, plan: RunPlan, layers: int) -> tuple[float | None, float]:
@@ -74,7 +74,9 @@ class StepSeconds(NamedTuple):
         if not (b and w):
             b = w = whole / 2
         layer = LayerSeconds(forward, b, w, whole)
-        return structs.replace(planned, layer=layer, head=self.ends, embed=0.0, embed_gradient=0.0)
+        return structs.replace(
+            planned, layer=layer, head=self.embed_head, embed=0.0, embed_gradient=0.0
+        )
 
 
 def estimate_seconds(program: Program, sheet: Device, bandwidth: float) -> StepSeconds:
@@ -89,7 +91,7 @@ def estimate_seconds(program: Program, sheet: Device, bandwidth: float) -> StepS
       bandwidth: of the card's memory, in bytes/s.
     """
     actions: Counter[str] = Counter()
-    ends = outside = 0.0
+    embed_head = outside = 0.0
     iterations = _iterations_in_a_tick(program)
     for computation, one, shapes in _launched_instructions(program):
         looped = computation in program.looped
@@ -100,8 +102,8 @@ def estimate_seconds(program: Program, sheet: Device, bandwidth: float) -> StepS
         elif action:
             actions[action] += seconds
         else:
-            ends += seconds
-    return StepSeconds(dict(actions), ends, outside)
+            embed_head += seconds
+    return StepSeconds(dict(actions), embed_head, outside)
 
 
 def _iterations_in_a_tick(program: Program) -> dict[str, int]:

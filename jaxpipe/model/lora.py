@@ -169,8 +169,8 @@ class LoraDecoder:
         keys = functions.batch_keys
         if self.adapters.dropout and _SAMPLES not in keys:
             keys = (*keys, _SAMPLES)
-        ends = _freeze(functions.embed_head_specs)
-        return replace(functions, kinds=kinds, embed_head_specs=ends, batch_keys=keys)
+        embed_head = _freeze(functions.embed_head_specs)
+        return replace(functions, kinds=kinds, embed_head_specs=embed_head, batch_keys=keys)
 
     def logits(self, embed_head: Tree, x: jax.Array) -> jax.Array:
         """See `CausalDecoder.logits`."""

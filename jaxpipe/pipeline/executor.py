@@ -228,8 +228,9 @@ class Pipeline:
         lockstep = how.lockstep
         if lockstep.vocab_parallel or how.reshard_after_forward or schedule.slices > 1:
             raise ValueError(
-                f"{schedule.name} with updates={schedule.updates}: steps overlap where ranks have "
-                f"whole ends, layers and sequences, but vocab_parallel={lockstep.vocab_parallel}, "
+                f"{schedule.name} with updates={schedule.updates}: steps overlap only where ranks "
+                f"have full embeddings, heads, layers and sequences, but "
+                f"vocab_parallel={lockstep.vocab_parallel}, "
                 f"reshard_after_forward={how.reshard_after_forward}, slices={schedule.slices}."
             )
         if how.divides_at_end:

@@ -134,7 +134,7 @@ def _check_sharding(config: Config) -> None:
     if parallel.reshards and parallel.zero_stage < 3:
         raise ConfigError(
             f"parallel.reshard_after_forward=true needs parallel.zero_stage=3, but it is "
-            f"{parallel.zero_stage}: below 3 parameters are whole within a step."
+            f"{parallel.zero_stage}: below 3 parameters are full within a step."
         )
 
 

@@ -90,7 +90,7 @@ class ModelCosts:
       head: FLOPs of the loss of a microbatch or slice with all its gradients.
       head_bytes: bytes that it holds at once beside its inputs.
       message: bytes of the activations between two layers, or of their gradient.
-      ends: the parameters of embedding, final norm and head.
+      embed_head: the parameters of embedding, final norm and head.
       reads: whether layers read these parameters (`LayerKind.reads`).
     """
 
@@ -99,13 +99,13 @@ class ModelCosts:
     head: float
     head_bytes: int
     message: int
-    ends: Parameters
+    embed_head: Parameters
     reads: bool = False
 
 
 _traced: dict[Config, ModelCosts] = {}
 _layers: dict[Config, ModelCosts] = {}  # without the vocabulary's sharing over pp
-_ends: dict[Config, ModelCosts] = {}  # without remat
+_embed_heads: dict[Config, ModelCosts] = {}  # without remat
 
 
 def costs_of(config: Config) -> ModelCosts:
@@ -119,13 +119,13 @@ def costs_of(config: Config) -> ModelCosts:
 
         alone = structs.replace(key.parallel, pp=1, vocab_parallel_pp=False)
         of_layers = structs.replace(key, parallel=alone)
-        of_ends = structs.replace(key, train=structs.replace(key.train, remat="none"))
+        of_embed_head = structs.replace(key, train=structs.replace(key.train, remat="none"))
         layers = _layers.get(of_layers)
         if layers and layers.reads:  # of embedding and head, which this one may share otherwise
             layers = None
-        _traced[key] = trace(key, layers=layers, ends=_ends.get(of_ends))
+        _traced[key] = trace(key, layers=layers, embed_head=_embed_heads.get(of_embed_head))
         _layers.setdefault(of_layers, _traced[key])
-        _ends.setdefault(of_ends, _traced[key])
+        _embed_heads.setdefault(of_embed_head, _traced[key])
     return _traced[key]
 
 

@@ -63,9 +63,15 @@ def _unmet(config: Config) -> Iterator[tuple[str, str]]:
     if model.tied:
         yield "a head that is the embedding", "the first stage would wait for the last's gradient"
     if depth := model.tokens_ahead:
-        yield f"model.mtp_depth={depth}", "ranks whose layers read the ends would update them, too"
+        yield (
+            f"model.mtp_depth={depth}",
+            "ranks whose layers read embedding and head would update them, too",
+        )
     if parallel.vocab_parallel_pp is True:
-        yield "parallel.vocab_parallel_pp=true", "ranks that share the ends would wait in them"
+        yield (
+            "parallel.vocab_parallel_pp=true",
+            "ranks that share embedding and head would wait in them",
+        )
     if train.compute_dtype == "float16":
         yield "train.compute_dtype='float16'", "its loss scale is known after a step alone"
     if parallel.slices > 1:

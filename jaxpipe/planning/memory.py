@@ -67,38 +67,40 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
     train, parallel = config.train, config.parallel
     item, costs = ITEMSIZE[train.compute_dtype], costs_of(config)
     mirrored = layout.mirrored
-    by_kind, (end, frozen_end) = stored_values(config)
+    by_kind, (embed_head, frozen_embed_head) = stored_values(config)
     kinds = [by_kind[kind] for kind in layout.slot_kinds]
     trained, frozen = (StoredValues(*map(sum, zip(*values))) for values in zip(*kinds))
-    sums = trained.part if parallel.reshards else trained.whole
+    sums = trained.shard if parallel.reshards else trained.full
     overlaps = train.fused_steps > 1 and not mirrored
     cast = item != FLOAT32 or overlaps  # parameters that change in a program are copied for ops
-    read = (end.whole if cast else end.gathered) + frozen_end.gathered
+    read = (embed_head.full if cast else embed_head.gathered) + frozen_embed_head.gathered
     of_layers = bool(costs.reads and parallel.ends_shared_by)
-    read += of_layers * (end.of_layers + frozen_end.of_layers)
+    read += of_layers * (embed_head.of_layers + frozen_embed_head.of_layers)
     if parallel.reshards:
         ahead = min(2, max(map(len, layout.chunk_kinds)))  # a layer, and the next, gathered ahead
         read += ahead * max(sum(part.gathered for part in kind) for kind in by_kind.values())
-        read += trained.part * (cast + mirrored) + frozen.part * mirrored
+        read += trained.shard * (cast + mirrored) + frozen.shard * mirrored
     else:
-        read += (trained.whole if cast else trained.gathered) + trained.whole * mirrored
-        read += frozen.gathered + frozen.whole * mirrored
+        read += (trained.full if cast else trained.gathered) + trained.full * mirrored
+        read += frozen.gathered + frozen.full * mirrored
     logits = logits_of(config)
     activations = host = 0
     if tables is not None:
         rings = _rings(costs, layout, tables, train.offload_layers)
         activations = rings.device + _messages(costs, tables) + tables.slots.head * logits * item
         host = rings.host
-    moments = trained.moments + end.moments
+    moments = trained.moments + embed_head.moments
     return RankBytes(
-        parameters=FLOAT32 * (trained.part + end.part) + item * (frozen.part + frozen_end.part),
+        parameters=FLOAT32 * (trained.shard + embed_head.shard)
+        + item * (frozen.shard + frozen_embed_head.shard),
         optimizer=0 if train.offload_moments else moments,
-        gradients=FLOAT32 * (sums * (1 + mirrored) + end.whole + of_layers * end.of_layers),
+        gradients=FLOAT32
+        * (sums * (1 + mirrored) + embed_head.full + of_layers * embed_head.of_layers),
         copies=item * read,
         activations=activations,
         working=_working(costs, layout, tables),
         host=host + train.offload_moments * moments,
-        kept=overlaps * (FLOAT32 * trained.part + end.of_rank + frozen_end.of_rank),
+        kept=overlaps * (FLOAT32 * trained.shard + embed_head.of_rank + frozen_embed_head.of_rank),
     )
 
 

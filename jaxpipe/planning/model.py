@@ -33,7 +33,8 @@ def model_of(config: Config, grouped: GroupedProduct | None = None) -> Model:
     devices = ONE_DEVICE
     if parallel.tp > 1:
         devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
-    ends = VocabularyParallel.of(devices, parallel.pp) if parallel.ends_shared_by else None
+    shares_vocabulary = parallel.ends_shared_by
+    embed_head_devices = VocabularyParallel.of(devices, parallel.pp) if shares_vocabulary else None
     sequence = FULL_SEQUENCE
     if parallel.cp > 1:
         sequence = ContextParallel(parallel.cp, parallel.exchanging)
@@ -51,7 +52,7 @@ def model_of(config: Config, grouped: GroupedProduct | None = None) -> Model:
     model = FAMILIES[config.model.family].build(
         config.model,
         devices=devices,
-        embed_head_devices=ends,
+        embed_head_devices=embed_head_devices,
         sequence=sequence,
         slices=parallel.slices,
         loss_chunks=config.train.loss_chunks,

@@ -69,8 +69,8 @@ def _check_vocab_parallel(config: Config) -> None:
         )
     if parallel.defer_ends:
         raise ConfigError(
-            "parallel.vocab_parallel_pp=true with parallel.defer_ends=true: ends that all ranks "
-            "share leave nothing to even out by waiting; use one of them."
+            "parallel.vocab_parallel_pp=true with parallel.defer_ends=true: an embedding "
+            "and head that all ranks share leave nothing to even out by waiting; use one of them."
         )
 
 

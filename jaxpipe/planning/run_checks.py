@@ -24,7 +24,7 @@ def _check_optimizer(config: Config) -> None:
         custom = load_custom(optimizer, learning_rate(optimizer, config.train.steps))
         costs = costs_of(config)
         layers = tuple(kind.parameters.shapes for kind in costs.kinds.values())
-        params = {"embed_head": costs.ends.shapes, "layers": layers}
+        params = {"embed_head": costs.embed_head.shapes, "layers": layers}
         check_independent(optimizer.name, custom, params)
     free = optimizer.name == "schedule_free"
     if free and (optimizer.decay != "constant" or not optimizer.beta1):

@@ -122,8 +122,8 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         head = (*zeros, self.head)
         if shared_by:
             sums = 4 * 2 * (shared_by - 1) * self.transfer
-            ends = self.embed + self.head + self.embed_gradient + sums
-            embed = (ends / len(layers),) * len(layers)
+            embed_head = self.embed + self.head + self.embed_gradient + sums
+            embed = (embed_head / len(layers),) * len(layers)
             head = embed_gradient = (0.0,) * len(layers)
         stages = [self._of_stage(shares, split=split) for shares in self._shares_of(layers)]
         exchange = None

@@ -12,16 +12,16 @@ from jaxpipe.planning.costs import ITEMSIZE, costs_of, essentials
 
 FLOAT32 = 4
 Axes = tuple[str, ...]
-Part = Callable[[Any], Any]  # a stage-stacked tree to the subtree of a layer, or of embed_head
+Select = Callable[[Any], Any]  # a stage-stacked tree to the subtree of a layer, or of embed_head
 
 
 class StoredValues(NamedTuple):
     """What one device stores of a layer of some kind, or of embedding, final norm and head.
 
     Attributes:
-      part: number of values of the stored parameters.
-      whole: parameters as ops read them: all-gathered over replicas, embed_head also over pp.
-      gathered: of `whole`, parameters of which the device stores a shard.
+      shard: number of values of the stored parameters.
+      full: parameters as ops read them: all-gathered over replicas, embed_head also over pp.
+      gathered: of `full`, parameters of which the device stores a shard.
       of_layers: parameters as layers read them, those of embed_head all-gathered over pp even where
         embedding and head are vocabulary-parallel.
       moments: bytes of the optimizer's moments.
@@ -30,8 +30,8 @@ class StoredValues(NamedTuple):
         devices that have one to add.
     """
 
-    part: int
-    whole: int
+    shard: int
+    full: int
     gathered: int
     of_layers: int
     moments: int
@@ -74,20 +74,20 @@ def _values_on(
     costs = costs_of(model)
     kinds = [kind.parameters for kind in costs.kinds.values()]
     mesh = jax.sharding.AbstractMesh(sizes, (PP, RP, DP, EP, TP))
-    sharding = Sharding(mesh, costs.ends.specs, lambda slot: kinds[slot].specs, zero_stage)
+    sharding = Sharding(mesh, costs.embed_head.specs, lambda slot: kinds[slot].specs, zero_stage)
     stack = lambda leaf: jax.ShapeDtypeStruct((sizes[0], *leaf.shape), leaf.dtype)  # noqa: E731
     layers = tuple(jax.tree.map(stack, kind.shapes) for kind in kinds)
-    params = {"embed_head": costs.ends.shapes, "layers": layers}
+    params = {"embed_head": costs.embed_head.shapes, "layers": layers}
     params = jax.eval_shape(sharding.pad, params)
     state = jax.eval_shape(build(optimizer, 1, sharding.param_shardings).init, params)
     state = [
         tree for tree in jax.tree.leaves(state, is_leaf=is_stage_stacked) if is_stage_stacked(tree)
     ]
 
-    def values(part: Part, ranks: Axes, trained: bool) -> StoredValues:
+    def values(select: Select, ranks: Axes, trained: bool) -> StoredValues:
         def each(tree: Any, gathered: Axes = (), always: Axes = (), unit: int = 0) -> Iterator[int]:
-            """Bytes of every array of the part, gathered over some axes; `unit`: of a value."""
-            leaves, stored = jax.tree.leaves(part(tree)), part(sharding.param_shardings(tree))
+            """Bytes of every selected array, gathered over some axes; `unit`: of a value."""
+            leaves, stored = jax.tree.leaves(select(tree)), select(sharding.param_shardings(tree))
             for leaf, how in zip(leaves, jax.tree.leaves(stored)):
                 if how.param.trained == trained:
                     axes = *always, *(a for a in gathered if a not in how.param.sharded_axes)
@@ -99,25 +99,28 @@ def _values_on(
             return sum(each(tree, *gathered, unit=unit))
 
         def reduced() -> float:
-            """Values of the part that a ring of `(RP, *ZERO_AXES, *ranks)` sends."""
+            """Values of the selected arrays that a ring of `(RP, *ZERO_AXES, *ranks)` sends."""
             total = 0.0
-            leaves, stored = jax.tree.leaves(part(params)), part(sharding.param_shardings(params))
+            leaves, stored = (
+                jax.tree.leaves(select(params)),
+                select(sharding.param_shardings(params)),
+            )
             for leaf, how in zip(leaves, jax.tree.leaves(stored)):
                 axes = {RP, *ZERO_AXES, *ranks} - {*how.param.sharded_axes}
                 devices = prod(mesh.shape[axis] for axis in axes)
                 if how.param.trained:
                     plan = ShardingPlan(how.dim_axes, how.padding)
                     shape = how.unpadded_shape(leaf.shape)
-                    whole = plan.shard_size(shape, mesh.shape, gathered=tuple(axes))
-                    total += whole * (devices - 1) / devices
+                    full = plan.shard_size(shape, mesh.shape, gathered=tuple(axes))
+                    total += full * (devices - 1) / devices
             return total
 
         item = FLOAT32 if trained else ITEMSIZE[model.train.compute_dtype]
-        stored, whole = each(params, unit=1), [*each(params, (*ZERO_AXES, *ranks), unit=1)]
+        stored, full = each(params, unit=1), [*each(params, (*ZERO_AXES, *ranks), unit=1)]
         return StoredValues(
-            part=held(params, unit=1),
-            whole=sum(whole),
-            gathered=sum(size for size, part in zip(whole, stored) if size != part),
+            shard=held(params, unit=1),
+            full=sum(full),
+            gathered=sum(size for size, shard in zip(full, stored) if size != shard),
             of_layers=held(params, ZERO_AXES, ranks, unit=1),
             moments=sum(held(tree) for tree in state),
             of_rank=held(params, ranks, unit=item + FLOAT32 * trained)
@@ -125,8 +128,8 @@ def _values_on(
             reduced=reduced() if trained else 0.0,
         )
 
-    def both(part: Part, ranks: Axes = ()) -> TrainedAndFrozen:
-        return values(part, ranks, trained=True), values(part, ranks, trained=False)
+    def both(select: Select, ranks: Axes = ()) -> TrainedAndFrozen:
+        return values(select, ranks, trained=True), values(select, ranks, trained=False)
 
     by_kind = {
         name: both(lambda tree, slot=slot: tree["layers"][slot])

@@ -32,23 +32,23 @@ Tree = Any
 
 
 def trace(
-    config: Config, *, layers: ModelCosts | None = None, ends: ModelCosts | None = None
+    config: Config, *, layers: ModelCosts | None = None, embed_head: ModelCosts | None = None
 ) -> ModelCosts:
     """Trace the costs of a configuration's model on the smallest mesh with its cp, ep and tp.
 
     Args:
       config: the settings that costs depend on (`costs.essentials`).
       layers: costs of a configuration whose layers are the same, which are not traced again.
-      ends: costs of a configuration whose embedding and head are the same.
+      embed_head: costs of a configuration whose embedding and head are the same.
     """
-    known_layers, known_ends = layers, ends
+    known_layers, known_embed_head = layers, embed_head
     model, parallel, train = model_of(config), config.parallel, config.train
     functions = model.functions
     replicas = lcm(parallel.cp, parallel.ep) // parallel.ep
     sizes = {PP: parallel.pp, RP: 1, DP: replicas, EP: parallel.ep, TP: parallel.tp}
     order = functions.layer_kinds(config.model.pipeline_layers)
     dtype, key = jnp.dtype(train.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
-    ends = jax.eval_shape(model.init_embed_head, key)
+    embed_head = jax.eval_shape(model.init_embed_head, key)
     layers = {
         name: jax.eval_shape(partial(model.init_layer, index=order.index(name), kind=name), key)
         for name in dict.fromkeys(order)
@@ -57,14 +57,14 @@ def trace(
         name: param_specs_of(functions.kinds_by_name[name].param_specs, layer, of_layer=True)
         for name, layer in layers.items()
     }
-    end_leaves = param_specs_of(functions.embed_head_specs, ends, of_layer=False)
-    of_ends = Parameters(ends, end_leaves)
+    embed_head_leaves = param_specs_of(functions.embed_head_specs, embed_head, of_layer=False)
+    of_embed_head = Parameters(embed_head, embed_head_leaves)
     of_layers = {name: Parameters(layer, leaves_of[name]) for name, layer in layers.items()}
     costs: list[ModelCosts] = []
 
-    def on_device(ends: Tree, layers: dict[str, Tree], rows: Tree, read: Tree) -> None:
-        x = jax.eval_shape(functions.embed, ends, rows)
-        index, trained = jax.ShapeDtypeStruct((), jnp.int32), is_trained(end_leaves)
+    def on_device(embed_head: Tree, layers: dict[str, Tree], rows: Tree, read: Tree) -> None:
+        x = jax.eval_shape(functions.embed, embed_head, rows)
+        index, trained = jax.ShapeDtypeStruct((), jnp.int32), is_trained(embed_head_leaves)
         context = Context(rows, index, None, functions.variables, read)
         policy = POLICIES[train.remat]
         kinds = {}
@@ -75,23 +75,23 @@ def trace(
             kinds[name] = _layer_costs(run, params, x, seen, of_layers[name], parallel)
 
         def total(own: Tree, x: Any, rows: Tree) -> jax.Array:
-            return functions.head(merge(trained, own, ends), x, rows).sum()
+            return functions.head(merge(trained, own, embed_head), x, rows).sum()
 
         loss_and_gradients = jax.grad(total, argnums=(0, 1), allow_int=True)
-        if known_ends:
-            head, head_bytes = known_ends.head, known_ends.head_bytes
+        if known_embed_head:
+            head, head_bytes = known_embed_head.head, known_embed_head.head_bytes
         else:
-            traced = jax.make_jaxpr(loss_and_gradients)(select(trained, ends), x, rows)
+            traced = jax.make_jaxpr(loss_and_gradients)(select(trained, embed_head), x, rows)
             head, head_bytes = product_flops(traced.jaxpr), working_set(traced.jaxpr).peak
         reads = any(functions.kinds_by_name[name].reads for name in layers)
         kinds = known_layers.kinds if known_layers else kinds
-        costs.append(ModelCosts(kinds, order, head, head_bytes, _bytes(x), of_ends, reads))
+        costs.append(ModelCosts(kinds, order, head, head_bytes, _bytes(x), of_embed_head, reads))
 
     arguments = (
-        _parts(ends, end_leaves, sizes, dtype),
-        {name: _parts(layer, leaves_of[name], sizes, dtype) for name, layer in layers.items()},
+        _shards(embed_head, embed_head_leaves, sizes, dtype),
+        {name: _shards(layer, leaves_of[name], sizes, dtype) for name, layer in layers.items()},
         rows_of(config, functions),
-        _parts(ends, end_leaves, sizes | {PP: 1}, dtype),
+        _shards(embed_head, embed_head_leaves, sizes | {PP: 1}, dtype),
     )
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 5)
     run = jax.shard_map(
@@ -302,16 +302,16 @@ def rows_of(config: Config, functions: StageFunctions) -> Tree:
     return rows
 
 
-def _parts(tree: Tree, leaves: Tree, sizes: dict[str, int], dtype: Any) -> Tree:
+def _shards(tree: Tree, leaves: Tree, sizes: dict[str, int], dtype: Any) -> Tree:
     """Shapes of the parameters as the ops of one device read them."""
 
-    def part(whole: Any, leaf: ParamSpec) -> jax.ShapeDtypeStruct:
-        shape = list(whole.shape)
+    def shard(full: Any, leaf: ParamSpec) -> jax.ShapeDtypeStruct:
+        shape = list(full.shape)
         for axis, dim in leaf.sharded:
             shape[dim] = -(-shape[dim] // sizes[axis])  # an uneven vocabulary is padded
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    return jax.tree.map(part, tree, leaves)
+    return jax.tree.map(shard, tree, leaves)
 
 
 def _bytes(tree: Tree) -> int:

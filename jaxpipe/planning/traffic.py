@@ -20,7 +20,7 @@ def mirrored_bytes(config: Config, layout: "StageLayout") -> int:
     by_kind, _ = stored_values(config)
 
     def sent(values: StoredValues) -> int:
-        return values.part if config.parallel.reshards else values.whole
+        return values.shard if config.parallel.reshards else values.full
 
     item = ITEMSIZE[config.train.compute_dtype]
     return sum(
@@ -49,13 +49,13 @@ def step_traffic(config: Config, layout: "StageLayout") -> StepTraffic:
     resharding_of`). Groups of replicas (`parallel.dp_replicate`) count as one ring of all.
     """
     parallel, train = config.parallel, config.train
-    by_kind, ends = stored_values(config)
+    by_kind, embed_head = stored_values(config)
     layers = [] if parallel.reshards else [by_kind[kind] for kind in layout.slot_kinds]
     item, of_sum = ITEMSIZE[train.compute_dtype], ITEMSIZE[parallel.grad_reduce_dtype]
     times = of_sum * (2 if parallel.zero_stage < 2 else 1)
-    sent = sum(times * trained.reduced for trained, _ in (*layers, ends))
-    sent += sum(item * (one.whole - one.part) for both in (*layers, ends) for one in both)
-    moments = sum(by_kind[kind][0].moments for kind in layout.slot_kinds) + ends[0].moments
+    sent = sum(times * trained.reduced for trained, _ in (*layers, embed_head))
+    sent += sum(item * (one.full - one.shard) for both in (*layers, embed_head) for one in both)
+    moments = sum(by_kind[kind][0].moments for kind in layout.slot_kinds) + embed_head[0].moments
     return StepTraffic(sent, 2 * moments if train.offload_moments else 0)
 
 
@@ -65,6 +65,6 @@ def layer_traffic(config: Config) -> dict[str, tuple[float, float]]:
         ITEMSIZE[name] for name in (config.train.compute_dtype, config.parallel.grad_reduce_dtype)
     )
     return {
-        name: (item * sum(one.whole - one.part for one in both), of_sum * both[0].reduced)
+        name: (item * sum(one.full - one.shard for one in both), of_sum * both[0].reduced)
         for name, both in stored_values(config)[0].items()
     }

@@ -73,8 +73,8 @@ class Lockstep:
             )
         if self.vocab_parallel and self.defer_ends:
             raise ScheduleError(
-                "vocab_parallel with defer_ends: ends that all ranks share leave nothing to even "
-                "out by waiting; use one of them."
+                "vocab_parallel with defer_ends: an embedding and head that all ranks share leave "
+                "nothing to even out by waiting; use one of them."
             )
 
     def allows(self, action: Action, placement: Placement, tick: int) -> bool:

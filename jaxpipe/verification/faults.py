@@ -171,7 +171,7 @@ FAULTS = (
     ),
     Fault("a replica's gradients are not reduced", _parallel(dp=1), functions=wrong.drop_replica),
     Fault(
-        "gradients of the ends are not reduced over pp",
+        "gradients of embedding and head are not reduced over pp",
         _all_of(_trains_model, wrong.has_ends_over_pp),
         functions=wrong.keep_ends_partial,
     ),

@@ -31,13 +31,17 @@ def count_ignored(functions: StageFunctions, config: Config) -> StageFunctions:
 def stop_head(functions: StageFunctions, config: Config) -> StageFunctions:
     """The head, which may be the embedding, gets no gradient."""
     head = functions.head
-    return replace(functions, head=lambda ends, *rest: head(lax.stop_gradient(ends), *rest))
+    return replace(
+        functions, head=lambda embed_head, *rest: head(lax.stop_gradient(embed_head), *rest)
+    )
 
 
 def stop_embedding(functions: StageFunctions, config: Config) -> StageFunctions:
     """The embedding gets no gradient but as the head."""
     embed = functions.embed
-    return replace(functions, embed=lambda ends, rows: embed(lax.stop_gradient(ends), rows))
+    return replace(
+        functions, embed=lambda embed_head, rows: embed(lax.stop_gradient(embed_head), rows)
+    )
 
 
 def drop_replica(functions: StageFunctions, config: Config) -> StageFunctions:

@@ -86,7 +86,7 @@ def test_an_instruction_takes_its_products_or_its_bytes(operands, result, rest, 
     assert found.actions["F"] == pytest.approx(seconds, rel=1e-12)
     plain = one(operands, result, rest, action="head")
     assert plain.actions == {}
-    assert plain.ends - found.ends == pytest.approx(seconds, rel=1e-12)
+    assert plain.embed_head - found.embed_head == pytest.approx(seconds, rel=1e-12)
 
 
 def test_a_fused_kernel_counts_once_and_what_is_outside_apart():
@@ -104,7 +104,7 @@ def test_an_operand_may_be_one_array_of_a_tuple():
     """`%t.1#0` is 96 bytes of the tuple's 100."""
     order, copy = STARTS + CONDS + DONES, "  %copy.3 = f32[3,8] copy(%t.1#0)"
     copied, plain = (
-        estimate_seconds(Program(module(order, run=run)), SHEET, BANDWIDTH).ends
+        estimate_seconds(Program(module(order, run=run)), SHEET, BANDWIDTH).embed_head
         for run in (copy, "")
     )
     assert copied - plain == pytest.approx(2 * 96 / 1e4)
@@ -117,7 +117,7 @@ def test_a_product_of_a_slice_counts_where_it_is_launched():
     call = "  %sliced = (bf16[4,5], s8[32]) fusion(%t.1), kind=kCustom, calls=%fusion"
     order = STARTS + CONDS + DONES
     sliced, plain = (
-        estimate_seconds(Program(module(order, run=run, fused=inside)), SHEET, BANDWIDTH).ends
+        estimate_seconds(Program(module(order, run=run, fused=inside)), SHEET, BANDWIDTH).embed_head
         for run in (call, "")
     )
     assert sliced - plain == pytest.approx(2 * 160 / 1e3)
@@ -130,7 +130,7 @@ def test_a_loop_over_layers_counts_every_layer():
     count = ', backend_config={"known_trip_count":{"n":"7"}}'
     order = STARTS + CONDS + DONES
     many, one, none = (
-        estimate_seconds(Program(module(order, run=run, fused=layer)), SHEET, BANDWIDTH).ends
+        estimate_seconds(Program(module(order, run=run, fused=layer)), SHEET, BANDWIDTH).embed_head
         for run in (loop + count, loop, "")
     )
     assert many - none == pytest.approx(7 * 192 / 1e4)

@@ -307,7 +307,7 @@ def test_parameters_are_those_of_the_closed_form(qk_norm, tied, tp):
 
     for parameters, leaves in (
         (costs.kinds["layer"].parameters, layer_leaves(model, tp)),
-        (costs.ends, end_leaves(model)),
+        (costs.embed_head, end_leaves(model)),
     ):
         want = [plain(leaf, leaf.shape) for leaf in leaves.values()]
         shapes, specs = map(jax.tree.leaves, parameters)
@@ -315,7 +315,7 @@ def test_parameters_are_those_of_the_closed_form(qk_norm, tied, tp):
         assert sorted(map(str, found)) == sorted(map(str, want))
     total = lambda parameters: sum(prod(p.shape) for p in jax.tree.leaves(parameters.shapes))  # noqa: E731
     layers = model.n_layers * total(costs.kinds["layer"].parameters)
-    assert layers + total(costs.ends) == model.parameter_count()
+    assert layers + total(costs.embed_head) == model.parameter_count()
 
 
 def test_planning_touches_no_device():

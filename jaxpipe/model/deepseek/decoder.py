@@ -66,22 +66,22 @@ class DeepseekDecoder(LlamaDecoder):
         self, k: int, depth: nnx.Module, predicted: Predicted, context: Context
     ) -> Predicted:
         """Predict the token k + 2 places ahead of a position's input."""
-        config, ends, x = self.config, self._ends_of_layers, predicted.x_BLD
+        config, decoder, x = self.config, self._sharded_over_tp, predicted.x_BLD
         inputs, targets = (context.rows[name] for name in ahead_keys(k + 1)[-2:])
-        token_BLD = ends.embed(context.embed_head, context.rows | {"inputs": inputs})
+        token_BLD = decoder.embed(context.embed_head, context.rows | {"inputs": inputs})
         positions_BL = self._positions(context.rows, x.shape[0], self._length(x))
         own = context._replace(index=jnp.int32(config.n_layers + k))
         if self.slices > 1:
             own = own._replace(state=context.state[k])
         output = depth(x, token_BLD, positions_BL, own, self._given(x, own))
-        embed_head = nnx.merge(ends._embed_head_graph, context.embed_head)
+        embed_head = nnx.merge(decoder._embed_head_graph, context.embed_head)
         operands = embed_head.operands(depth.norm(output.y))
-        loss = ends.cross_entropy(*operands, targets, z_loss=0.0)
+        loss = decoder.cross_entropy(*operands, targets, z_loss=0.0)
         weight = config.mtp_weight / config.mtp_depth
         return predicted.with_depth(output, loss, count_valid(targets), weight)
 
     @cached_property
-    def _ends_of_layers(self) -> "DeepseekDecoder":
+    def _sharded_over_tp(self) -> "DeepseekDecoder":
         """The decoder whose embedding and head are shared as layers read them: over tp alone."""
         return replace(self, embed_head_devices=None)
 

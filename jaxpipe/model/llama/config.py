@@ -69,8 +69,8 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
 
     def _parameters(self, experts: int) -> int:
         """Number of parameters, counting `experts` routed experts per sparse layer."""
-        ends = self.vocab_size * self.d_model * (1 if self.tied else 2)
-        return self._matrices(experts) + self._vectors + self.mlp_vectors(experts) + ends
+        embed_head = self.vocab_size * self.d_model * (1 if self.tied else 2)
+        return self._matrices(experts) + self._vectors + self.mlp_vectors(experts) + embed_head
 
     def _matrices(self, experts: int) -> int:
         """Number of parameters in the matrices of layers."""
