@@ -93,6 +93,8 @@ def _device(text: str) -> str:
 
 
 def _counts(text: str) -> list[int]:
+    if not all(map(str.isdecimal, _words(text))):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, or several with commas")
     return [int(word) for word in _words(text)]
 
 

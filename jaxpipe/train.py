@@ -25,6 +25,7 @@ from jaxpipe.config.arguments import parse, parser_of, string_override
 from jaxpipe.config.paths import any_path, is_address, local_path
 from jaxpipe.planning import Devices, resolve_on_fewer
 from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.data_checks import check_data_given
 from jaxpipe.planning.expert_checks import check_recording
 from jaxpipe.runtime import position, processes
 from jaxpipe.runtime.arrival import arriving
@@ -158,6 +159,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     if record_routes:
         check_recording(config, processes.started())
     check_settings(config)
+    check_data_given(config)
     position.enter("devices")
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)

@@ -31,6 +31,7 @@ from jaxpipe.checkpoint.huggingface import (
     training_settings,
 )
 from jaxpipe.checkpoint.inspection import describe_checkpoint
+from jaxpipe.checkpoint.listing import find_newest
 from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
 from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
@@ -85,7 +86,10 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     incoming.set_defaults(run=_import)
 
     outgoing = commands.add_parser("export", help="jaxpipe to Hugging Face")
-    outgoing.add_argument("checkpoint", type=any_path, metavar="STEP_DIR")
+    outgoing.add_argument(
+        "checkpoint", type=any_path, metavar="DIR",
+        help="a checkpoint, or a run's directory for its newest",
+    )  # fmt: skip
     outgoing.add_argument(
         "out", type=any_path, metavar="OUT_DIR", help="must not exist, or be empty"
     )
@@ -114,7 +118,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "checkpoint",
         type=any_path,
         metavar="DIR",
-        help="a checkpoint, or a directory of checkpoints",
+        help="a checkpoint, or a run's directory for its newest",
     )
     looking.set_defaults(run=_inspect)
 
@@ -162,7 +166,7 @@ def _import_for(arguments: argparse.Namespace, path: str, overrides: list[str]) 
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    checkpoint = StoredCheckpoint(open_path(arguments.checkpoint))
+    checkpoint = StoredCheckpoint(find_newest(open_path(arguments.checkpoint), "DIR"))
     if arguments.config:
         config = configs.load(arguments.config)
         check_same_settings(checkpoint.directory, checkpoint.meta, config, with_moments=False)
@@ -198,7 +202,8 @@ def _export(arguments: argparse.Namespace) -> None:
     if not serving.eos_token_ids:
         missing.append("a token that ends text, without which generation does not stop")
     unknown = f"; not known: {' and '.join(missing)} (give --tokenizer DIR)" if missing else ""
-    print(f"exported {model.parameter_count():,} parameters to {arguments.out}{unknown}")
+    count, step = model.parameter_count(), checkpoint.meta["step"]
+    print(f"exported {count:,} parameters of step {step} to {arguments.out}{unknown}")
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

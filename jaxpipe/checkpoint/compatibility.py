@@ -16,6 +16,7 @@ import msgspec
 from jaxpipe.checkpoint.exclusion import leaves_by_name
 from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.model import ModelConfig
+from jaxpipe.model.lora import NAME as LORA
 
 Tree = Any
 _UNKNOWN = "unknown to this version"
@@ -174,6 +175,8 @@ def check_same_arrays(expected: Tree, stored: Tree, where: Path, left_out: froze
     for name in sorted({*want, *have}, key=lambda name: (not name.startswith("params"), name)):
         is_param = name.startswith("params")
         what, section = ("model", "[model]") if is_param else ("optimizer", "[optimizer]")
+        if LORA in name.split("/"):
+            section = "[lora]"
         if want.get(name) != have.get(name):
             raise ConfigError(
                 f"checkpoint {where} is of another {what}: {name} has shape "

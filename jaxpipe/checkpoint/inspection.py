@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jaxpipe.checkpoint.listing import list_steps
+from jaxpipe.checkpoint.listing import find_newest, list_steps
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config.units import readable_bytes
 from jaxpipe.runtime.storage import AnyPath
@@ -21,14 +21,13 @@ def describe_checkpoint(directory: AnyPath) -> RenderableType:
     Reads every file of the state once to compare it with its checksum.
 
     Args:
-      directory: the directory of a step, or a run's directory of checkpoints; then the newest is
-        described.
+      directory: the directory of a step, or a run's directory, whose newest step is described.
 
     Raises:
       ConfigError: there is no checkpoint, it is damaged, or its format is newer.
     """
-    steps = list_steps(directory)
-    checkpoint = StoredCheckpoint(directory / str(steps[-1]) if steps else directory)
+    checkpoint = StoredCheckpoint(find_newest(directory, "DIR"))
+    steps = list_steps(checkpoint.directory.parent)
     parts: list[RenderableType] = [_describe_facts(checkpoint, steps), Text()]
     parts += [_parameter_table(checkpoint)]
     if config := checkpoint.meta.get("config"):

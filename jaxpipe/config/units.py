@@ -3,6 +3,7 @@
 import re
 from argparse import ArgumentTypeError
 
+_LEAST_ALONE = 1 << 20  # bytes; fewer are given without a unit by mistake
 _POWERS = {unit: power for power, unit in enumerate(("", "k", "m", "g", "t"))}
 
 
@@ -10,7 +11,7 @@ def parse_bytes(text: str) -> int:
     """Bytes of a size such as `80GiB`, `50GB` or `1e9`.
 
     Raises:
-      argparse.ArgumentTypeError: the text is not a size.
+      argparse.ArgumentTypeError: the text is not a size, or a small number without a unit.
 
     >>> parse_bytes("80GiB"), parse_bytes("50 GB"), parse_bytes("1e9")
     (85899345920, 50000000000, 1000000000)
@@ -18,6 +19,8 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
     if not match or not float(match[1]):
         raise ArgumentTypeError(f"{text!r} is not a size such as 80GiB or 50GB")
+    if match[0].isdecimal() and int(match[0]) < _LEAST_ALONE:
+        raise ArgumentTypeError(f"{text!r} has no unit: write 80GiB or 50GB, or 80B for bytes")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
 
 

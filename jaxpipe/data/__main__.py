@@ -83,6 +83,11 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "tokenizer, or none with --chat",
     )  # fmt: skip
     making.add_argument(
+        "--bos", default="", metavar="TOKEN",
+        help="at the start of every document: a token, its id, or none; default: what the "
+        "tokenizer puts before a text, or none with --chat",
+    )  # fmt: skip
+    making.add_argument(
         "--chat", action="store_true",
         help="read messages only, written by the tokenizer's chat template instead of ChatML",
     )  # fmt: skip
@@ -123,6 +128,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
     options = PrepareOptions(
         tokenizer=arguments.tokenizer,
         eod=arguments.eod,
+        bos=arguments.bos,
         chat=arguments.chat,
         pairs=arguments.pairs,
         field=arguments.field,

@@ -62,6 +62,7 @@ def _build_table(manifest: FolderManifest) -> Table:
         "tokens of a document": f"{mean:,.1f} on average, {manifest.longest:,} at most",
         "ids": f"{manifest.smallest_id}..{manifest.largest_id}",
         "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} ids",
+        "ids at the start of a document": ", ".join(map(str, tokenizer.bos)) or "none",
         "id at the end of a document": eod,
         "left out": f"{manifest.empty:,} without text, {manifest.unlearned:,} in which nothing "
         f"counts, {manifest.bad_lines:,} that cannot be read",

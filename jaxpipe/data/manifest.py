@@ -35,13 +35,14 @@ class ShardEntry(msgspec.Struct, frozen=True):
     digest: str  # digest of ids, lengths and mask
 
 
-class TokenizerEntry(msgspec.Struct, frozen=True):
+class TokenizerEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """The tokenizer of a prepared folder."""
 
     name: str  # "bytes", or the name of its file or directory; the folder has a copy of the file
     digest: str
     vocab_size: int
     eod: int | None  # id appended to every document
+    bos: tuple[int, ...] = ()  # ids put before every document
 
 
 class FolderManifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -191,7 +191,8 @@ def _id_column(path: Path, schema: Any) -> str:
     if chosen == lists and len(lists) != 1:
         raise ConfigError(
             f"{path} has {len(lists)} columns of lists of integers, and none named "
-            f"{' or '.join(COLUMNS)}: give the ids that name."
+            f"{' or '.join(COLUMNS)}: give the ids that name, or turn text into ids with "
+            f"`python -m jaxpipe.data prepare`."
         )
     return chosen[0]
 

@@ -7,7 +7,7 @@ not on the number of processes or on how often they were killed.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
@@ -55,6 +55,7 @@ class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     tokenizer: str  # see `load_tokenizer`
     eod: str = ""  # see `describe_tokenizer`; with `chat` empty is none: templates write the end
+    bos: str = ""  # see `describe_tokenizer`; with `chat` empty is none: templates write it
     chat: bool = False  # read messages only, and write them by the tokenizer's chat template
     pairs: bool = False  # a record has two answers to one prompt; each is a document
     field: str = ""  # see `RecordConverter`
@@ -88,8 +89,8 @@ def prepare(
         )
     pieces = divide_files(files, options.piece_size)
     template = load_chat_template(options.tokenizer) if options.chat else None
-    eod = options.eod or ("none" if options.chat else "")
-    entry = describe_tokenizer(options.tokenizer, load_tokenizer(options.tokenizer), eod)
+    eod, bos = (named or "none" * options.chat for named in (options.eod, options.bos))
+    entry = describe_tokenizer(options.tokenizer, load_tokenizer(options.tokenizer), eod, bos)
     keys = [_piece_key(piece, options, entry, template) for piece in pieces]
     origin = hashlib.blake2b(" ".join(keys).encode(), digest_size=16).hexdigest()
     with lock_folder(folder):
@@ -150,7 +151,7 @@ def write_piece(
         for documents in group_documents(
             (doc for part in piece.parts for doc in reader.documents(part)), together
         ):
-            batch, without_text = tokenise(documents, tokenizer, entry.eod, together)
+            batch, without_text = tokenise(documents, tokenizer, entry.eod, together, bos=entry.bos)
             empty += without_text
             unlearned += len(documents) - len(batch.lengths) - without_text
             report((read, len(batch.ids)))
@@ -173,29 +174,37 @@ def write_piece(
 
 
 def tokenise(
-    documents: list[Passages], tokenizer: Tokenizer, eod: int | None, together: int = 1
+    documents: list[Passages],
+    tokenizer: Tokenizer,
+    eod: int | None,
+    together: int = 1,
+    *,
+    bos: Sequence[int] = (),
 ) -> tuple[DocumentBatch, int]:
     """Tokenise documents, and leave out those without text or without a token in the loss.
 
     The id `eod` is appended to each document and counts in the loss if the last passage does. A
-    text that already ends with that token, white space aside, gets no second one. Where one of
-    `together` consecutive documents is left out, all of them are.
+    text that already ends with that token, white space aside, gets no second one. The ids `bos` are
+    put before each document that does not begin with them, and count if the first passage does.
+    Where one of `together` consecutive documents is left out, all of them are.
 
     Returns:
       The ids, and the number of documents without text.
     """
-    end, mark = np.array([] if eod is None else [eod], np.int32), ""
-    if eod is not None:
-        mark = tokenizer.mark_of(eod)
+    start, end = (np.array(ids, np.int32) for ids in (bos, [] if eod is None else [eod]))
+    mark = "" if eod is None else tokenizer.mark_of(eod)
     samples: list[tuple[np.ndarray, np.ndarray]] = []  # ids, and which count; empty if left out
     empty = 0
     for passages, encoded in zip(documents, tokenizer.encode(documents)):
         empty += not len(encoded.ids)
-        text, counts = passages[-1] if passages else ("", False)
-        ending = end[:0] if mark and text.rstrip().endswith(mark) else end
-        is_learned = len(encoded.ids) and (encoded.counted.any() or (counts and len(ending)))
-        ids = np.concatenate([encoded.ids, ending])[: None if is_learned else 0]
-        samples.append((ids, np.append(encoded.counted, np.full(len(ending), counts))[: len(ids)]))
+        (_, first), *_, (text, last) = [*passages, *passages] or [("", False)] * 2
+        has_start = np.array_equal(encoded.ids[: len(start)], start)
+        has_end = mark and text.rstrip().endswith(mark)
+        parts = [start[: 0 if has_start else None], encoded.ids, end[: 0 if has_end else None]]
+        is_learned = len(encoded.ids) and (encoded.counted.any() or (last and len(parts[2])))
+        counts = np.full(len(parts[0]), first), encoded.counted, np.full(len(parts[2]), last)
+        kept = slice(None if is_learned else 0)
+        samples.append((np.concatenate(parts)[kept], np.concatenate(counts)[kept]))
     groups = (samples[at : at + together] for at in range(0, len(samples), together))
     complete = [sample for group in groups if all(len(ids) for ids, _ in group) for sample in group]
     if not complete:
@@ -256,8 +265,9 @@ def _read_finished(folder: Path, origin: str) -> FolderManifest | None:
         return manifest
     if manifest or any(file.suffix != ".tmp" for file in folder.iterdir()):
         raise ConfigError(
-            f"{folder} already holds {'what was prepared of others' if manifest else 'files'}: "
-            f"remove it, or give another --out."
+            f"{folder} already holds what was prepared of others: remove it, or give another --out."
+            if manifest
+            else f"{folder} already holds other files: give another --out."
         )
     return None
 

@@ -131,7 +131,12 @@ class RecordConverter:
         if not isinstance(record, dict):
             raise ValueError("it is no JSON object")
         name = self.field or next((name for name in MESSAGES if record.get(name) is not None), "")
-        if not name and record.get("text") is None and "prompt" in record:
+        has_text = record.get("text") is not None and "text" not in self.ignored
+        if not name and has_text and {"prompt", "completion"} <= record.keys() - self.ignored:
+            raise ValueError(
+                "it has 'text', and 'prompt' and 'completion': --ignore text, or --ignore prompt"
+            )
+        if not name and not has_text and "prompt" in record:
             return self._answer(record)
         name = name or next((one for one in ("text", *MESSAGES) if one in record), "text")
         value = _read_value(record, name)

@@ -91,7 +91,8 @@ def _list_token_files(path: Path) -> list[Path]:
     if not files:
         raise ConfigError(
             f"a token file ends in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}, unlike {path}"
-            f"{' and all that is in it' if path.is_dir() else ''}: convert it, or rename it."
+            f"{' and all that is in it' if path.is_dir() else ''}: turn text into token ids with "
+            f"`python -m jaxpipe.data prepare`, and rename or convert files of ids."
         )
     return files
 

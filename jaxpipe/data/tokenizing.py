@@ -4,6 +4,8 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +28,7 @@ class Tokenizer(Protocol):
     """Converts text to ids and back."""
 
     vocab_size: int
+    prefix: tuple[int, ...]  # ids that it puts before a text by itself
 
     def encode(self, documents: Sequence[Passages]) -> list["EncodedDocument"]:
         """Encode each document, without special tokens at its start or end.
@@ -56,6 +59,7 @@ class ByteTokenizer:
     """One token per byte of UTF-8; NUL, which text does not contain, is the eos."""
 
     vocab_size: int = 256
+    prefix: tuple[int, ...] = ()
 
     def encode(self, documents: Sequence[Passages]) -> list[EncodedDocument]:
         """Encode each document as bytes, which count in the loss if their passage does."""
@@ -82,9 +86,10 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class FileTokenizer:
-    """A `tokenizers.Tokenizer` loaded from a file."""
+    """A `tokenizers.Tokenizer` loaded from a file, and the special ids that it began texts with."""
 
     tokenizer: Any
+    prefix: tuple[int, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -156,9 +161,12 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == BYTES:
         return ByteTokenizer()
     tokenizer = read_tokenizer(str(tokenizer_file(name)))
+    example = tokenizer.encode("a")
+    special = zip(example.ids, example.special_tokens_mask)
+    prefix = tuple(number for number, _ in takewhile(itemgetter(1), special))
     # Special tokens are not added, and some post-processors trim blanks from tokens' spans.
     tokenizer.post_processor = import_optional("tokenizers.processors", "a tokenizer").Sequence([])
-    return FileTokenizer(tokenizer)
+    return FileTokenizer(tokenizer, prefix)
 
 
 def read_tokenizer(name: str, content: bytes | None = None) -> Any:
@@ -179,11 +187,14 @@ def read_tokenizer(name: str, content: bytes | None = None) -> Any:
     return tokenizer
 
 
-def describe_tokenizer(name: str, tokenizer: Tokenizer, eod: str) -> TokenizerEntry:
+def describe_tokenizer(
+    name: str, tokenizer: Tokenizer, eod: str, bos: str = "none"
+) -> TokenizerEntry:
     """Return the manifest's entry of a tokenizer.
 
     `eod` is the id or the name of the token that ends a document, `none` for no such token, or
     empty for the eos in `tokenizer_config.json`, else the first known token of `_EOS_NAMES`.
+    `bos` is the token that starts one, in the same way; empty for the tokenizer's own `prefix`.
 
     Raises `ConfigError` where there is no such token.
     """
@@ -193,22 +204,33 @@ def describe_tokenizer(name: str, tokenizer: Tokenizer, eod: str) -> TokenizerEn
         file = tokenizer_file(name)
         digest = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
         known = read_json(file.parent / TOKENIZER_CONFIG)
-    entry = TokenizerEntry(Path(name).name, digest, tokenizer.vocab_size, None)
-    if eod == "none":
-        return entry
-    if eod.isdecimal() and tokenizer.id_of(eod) is None:
-        number = int(eod)
-    else:
-        named = known.get("eos_token")
-        named = named.get("content") if isinstance(named, dict) else named
-        names = [eod] if eod else [named] if named else _EOS_NAMES
-        number = next((n for one in names if (n := tokenizer.id_of(one)) is not None), None)
-    if number is None or number >= tokenizer.vocab_size:
-        raise ConfigError(
-            f"the tokenizer {name} of {tokenizer.vocab_size} ids has no token "
-            f"{eod or 'that is known to end text'}: give --eod one of its tokens or ids, or none."
-        )
-    return msgspec.structs.replace(entry, eod=number)
+    named = known.get("eos_token")
+    named = named.get("content") if isinstance(named, dict) else named
+    ending = [eod] if eod else [named] if named else _EOS_NAMES
+
+    def find(option: str, names: Sequence[str], what: str) -> int:
+        numbers = (_id_of(tokenizer, one) for one in names)
+        number = next((number for number in numbers if number is not None), None)
+        if number is None:
+            raise ConfigError(
+                f"the tokenizer {name} of {tokenizer.vocab_size} ids has no token {what}: give "
+                f"{option} one of its tokens or ids, or none."
+            )
+        return number
+
+    return TokenizerEntry(
+        Path(name).name, digest, tokenizer.vocab_size,
+        None if eod == "none" else find("--eod", ending, eod or "that is known to end text"),
+        tokenizer.prefix if not bos else () if bos == "none" else (find("--bos", [bos], bos),),
+    )  # fmt: skip
+
+
+def _id_of(tokenizer: Tokenizer, token: str) -> int | None:
+    """Return the id of a token by its name or its number, or None if there is no such token."""
+    number = tokenizer.id_of(token)
+    if number is None and token.isdecimal() and int(token) < tokenizer.vocab_size:
+        number = int(token)
+    return number
 
 
 def describe_chat_fault(name: str, tokenizer: Tokenizer) -> str:

@@ -14,7 +14,7 @@ def _check_sources(config: Config) -> None:
 
     `data.sources` must each have a path.
 
-    `data.source='file'` needs `data.path`, unless there are `data.sources`.
+    `data.source='file'` needs `data.path`, unless there are `data.sources`; a plan reads neither.
 
     `data.path` and `data.heldout_path` need `data.source='file'`; with `data.sources` only the
     latter may be given.
@@ -34,10 +34,6 @@ def _check_sources(config: Config) -> None:
             )
         if not all(source.path for source in data.sources):
             raise ConfigError("a table of data.sources has an empty path: name what it reads.")
-    elif data.source == "file" and not data.path:
-        raise ConfigError(
-            "data.source='file' needs data.path: give a file of token ids, or a folder of them."
-        )
     elif data.source != "file" and (data.path or data.heldout_path):
         raise ConfigError(
             f"data.path and data.heldout_path are read only with data.source='file', but it is "
@@ -103,6 +99,15 @@ def _check_lengths(config: Config) -> None:
             f"train.loss_chunks={train.loss_chunks} must divide train.pad_to_multiple_of={multiple}"
             f"{f' x parallel.tp={tp}' if tp > 1 else ''} with train.variable_length: every length "
             f"is cut into so many chunks; change one of them."
+        )
+
+
+def check_data_given(config: Config) -> None:
+    """Raise `ConfigError` if a run would have nothing to read, which a plan does not need."""
+    data = config.data
+    if data.source == "file" and not data.path and not data.sources:
+        raise ConfigError(
+            "data.source='file' needs data.path: give a file of token ids, or a folder of them."
         )
 
 

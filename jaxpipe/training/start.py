@@ -83,6 +83,13 @@ def _started(
             f"{checkpoints.directory} holds no checkpoint but {damaged}: set checkpoint.resume="
             "none to begin anew, or use another run.dir."
         )
+    if resume == "auto" and (rank := trainer.config.lora.rank):
+        raise ConfigError(
+            f"lora.rank={rank} trains adapters of a trained model, but checkpoint.resume='auto' "
+            f"finds no checkpoint in {checkpoints.directory}: give the model's as "
+            f"checkpoint.resume, with checkpoint.parameters_only=true; checkpoint.resume=none "
+            f"starts from initial parameters."
+        )
     if resume in ("auto", "none"):
         return _fresh(trainer, trainer.init_parameters()), DataPosition(), {}
     path = find_newest(open_path(resume), "checkpoint.resume", "'auto', 'none', ")

@@ -50,13 +50,33 @@ def test_a_tokenizer_of_hugging_face(
     path = write_texts(tmp_path / "a", TEXTS, "a.jsonl")
     manifest = prepared([path], tmp_path / "out", tokenizer=str(model), eod=eod)
     expected = [[2], [3, 4], [0], [5] * 40]
-    assert layout.read(tmp_path / "out" / "000000.bin") == [[*ids, *end] for ids in expected]
+    assert layout.read(tmp_path / "out" / "000000.bin") == [[1, *ids, *end] for ids in expected]
     assert manifest.tokenizer.vocab_size == 7
     assert manifest.tokenizer.eod == (end[0] if end else None)
     kept = (tmp_path / "out" / "tokenizer.json").read_bytes()
     assert kept == (model / "tokenizer.json").read_bytes()
     assert main(["inspect", str(tmp_path / "out")]) == 0
     assert "zwei drei" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(("bos", "start"), [("", [1]), ("none", []), ("[STOP]", [6]), ("3", [3])])
+def test_what_starts_a_document(
+    tmp_path: Path, tokenizer: Path, bos: str, start: list[int]
+) -> None:
+    """By default as the tokenizer itself does; not twice, and not learned after a prompt."""
+    records = [{"text": "one"}, {"text": "</s> one"}, {"prompt": "one ", "completion": "five"}]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(records))
+    manifest = prepared([path], tmp_path / "out", tokenizer=str(tokenizer), bos=bos, eod="none")
+    assert manifest.tokenizer.bos == tuple(start)
+    second = start[start == [1] :]
+    assert layout.read(tmp_path / "out" / "000000.bin") == [
+        [*start, 2], [*second, 1, 2], [*start, 2, 5],
+    ]  # fmt: skip
+    assert manifest.counted == len(start) + len(second) + 1 + 2 + 1
+    with pytest.raises(ConfigError, match="has no token <s>: give --bos one of its tokens or ids"):
+        prepared([path], tmp_path / "other", tokenizer=str(tokenizer), bos="<s>")
 
 
 @pytest.mark.usefixtures("in_process")
@@ -67,7 +87,7 @@ def test_a_folder_belongs_to_its_inputs(tmp_path: Path) -> None:
     for inputs, options in (([two], {}), ([one, two], {}), ([one], {"eod": "1"})):
         with pytest.raises(ConfigError, match=r"out already holds what was prepared of others"):
             prepared(inputs, tmp_path / "out", **options)
-    with pytest.raises(ConfigError, match=r"already holds files: remove it, or give another --out"):
+    with pytest.raises(ConfigError, match=r"already holds other files: give another --out"):
         prepared([one], tmp_path)
     with pytest.raises(ConfigError, match=r"none\.txt does not exist: correct its path"):
         prepared([tmp_path / "none.txt"], tmp_path / "other")

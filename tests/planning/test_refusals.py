@@ -4,8 +4,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from commands import SMALL
 from resolving import resolved
 
+from jaxpipe import plan, train
 from jaxpipe.config import ConfigError, load
 from jaxpipe.model.deepseek.config import DeepseekConfig
 from jaxpipe.model.gpt2.config import GPT2Config
@@ -267,7 +269,6 @@ def test_load_rejects(overrides, message):
             ["log.bubble_every=5", "parallel.pp=1"],
             "log.bubble_every=5 with parallel.pp=1: with",
         ),
-        (["data.source=file"], "data.source='file' needs data.path"),
         (["data.sources=[{path='a.bin'}]", "data.path=b.bin"], "takes the place of data.source="),
         (["data.sources=[{path='a.bin', weight=0}]"], r"shares of the samples, but .* \[0.0\]"),
         (["data.sources=[{path=''}]"], "a table of data.sources has an empty path"),
@@ -346,3 +347,10 @@ def test_ends_are_not_shared_by_steps_in_one_program():
     config = load(BASE, ["train.fused_steps=4"])
     assert arrange(config, Devices()).config.parallel.vocab_parallel_pp is False
     assert GPT2Config(n_layers=1, d_model=8, n_heads=1, d_ff=8, vocab_size=8).tied
+
+
+def test_a_plan_needs_no_data_and_a_run_does(tmp_path, capsys):
+    words = [str(SMALL), "data.source=file", "parallel.pp=2", f"run.dir={tmp_path}"]
+    assert plan.main(words) == 0
+    assert train.main(words) == 2
+    assert "data.source='file' needs data.path" in capsys.readouterr().err

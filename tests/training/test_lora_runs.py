@@ -227,6 +227,16 @@ def write_adapters(folder, width=32, layers=(0, 1, 2, 3), **settings):
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
+def test_adapters_need_a_trained_model(tmp_path, capsys):
+    """Unless the run says that it starts from initial parameters; a restart must have them, too."""
+    words = [str(SMALL), *RUN, "train.steps=2", f"run.dir={tmp_path}"]
+    assert train_command([*words, *LORA]) == 2
+    assert "give the model's as checkpoint.resume" in capsys.readouterr().err
+    assert train_command([*words, *LORA, "checkpoint.resume=none"]) == 0
+    assert train_command(words) == 2
+    assert "change [lora] back" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("written", "sentence"),
     [
@@ -240,6 +250,7 @@ def write_adapters(folder, width=32, layers=(0, 1, 2, 3), **settings):
 def test_adapters_of_another_model_are_refused(tmp_path, capsys, written, sentence):
     write_adapters(tmp_path, **written)
     overrides = [*LORA, 'lora.targets=["wq"]', f"lora.adapter={tmp_path}", "train.eval_every=0"]
+    overrides += ["checkpoint.resume=none"]
     assert train_command([str(SMALL), *overrides, f"run.dir={tmp_path / 'run'}"]) == 2
     error = capsys.readouterr().err
     assert re.search(sentence, error), error
