@@ -118,9 +118,11 @@ class TrainLoop:
                     program, started, dispatched, metrics["loss"],
                     is_regular=not (was_interrupted or is_recorded),
                 )  # fmt: skip
-                was_interrupted = is_recorded or window.turns_at(program[-1])
                 first = len(program) not in ran
                 ran.add(len(program))
+                # What loads at the first log must not count as the next step's time.
+                waits = first or window.turns_at(program[-1])
+                was_interrupted = is_recorded or waits
                 for step in program:
                     before, (seen, contents) = seen, self._see(seen)
                     unread.add(
@@ -130,7 +132,7 @@ class TrainLoop:
                     )
                     spent = {}
                 self.steps.look_ahead(self.data.train, before.position, train.steps - step)
-                newest = 0 if window.turns_at(step) else len(program)
+                newest = 0 if waits else len(program)
                 if failed := self._log_all_but(newest, unread, state):
                     return failed
                 window.turn(step)

@@ -104,6 +104,10 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
     "role": ({"messages": [{"role": "bot", "content": "yo"}]}, "role 'bot' is none of system,"),
     "two of them": ({"messages": [USER], "conversations": [USER]}, "'conversations' beside"),
     "text too": ({"messages": [USER], "text": "hi"}, "'text' beside its messages"),
+    "text and prompt": (
+        {"text": "ab", "prompt": "a", "completion": "b"},
+        "it has 'text', and 'prompt' and",
+    ),
     "tools of a prompt": (
         {"prompt": "a", "completion": "b", "tools": [CALL]},
         "'tools' beside its prompt",

@@ -334,3 +334,6 @@ def test_sizes_in_words():
     for wrong in ("many", "GiB", "1.2.3GB", "80Gi B"):
         with pytest.raises(Exception, match="is not a size such as 80GiB"):
             parse_bytes(wrong)
+    assert parse_bytes("80B") == 80
+    with pytest.raises(Exception, match="'80' has no unit"):
+        parse_bytes("80")
