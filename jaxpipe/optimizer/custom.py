@@ -1,5 +1,7 @@
 """The run's own optimizer: `optimizer.name = "module:function"`."""
 
+import traceback
+
 import optax
 
 from jaxpipe.config import ConfigError, OptimizerConfig, first_line, load_function
@@ -16,9 +18,11 @@ def load_custom(config: OptimizerConfig, rate: optax.Schedule) -> optax.Gradient
     try:
         optimizer = make(rate, config)
     except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
-            f"{where} raises {type(error).__name__} ({first_line(error)}): it must take "
-            f"(learning_rate, config), a schedule and the section [optimizer]."
+            f"{where} raises {type(error).__name__} ({first_line(error)}) at {place.filename}:"
+            f"{place.lineno}: correct it; it must take (learning_rate, config), a schedule and the "
+            f"section [optimizer]."
         ) from error
     if not isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(
