@@ -6,6 +6,7 @@ checks, the plan and the tests of all schedules read this entry.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
@@ -201,5 +202,7 @@ BUILDERS = {name: f.builder for name, f in FAMILIES.items() if f.placement != "f
 def find_family(name: str) -> ScheduleFamily:
     """Return the family of a name, ignoring case; raise `ScheduleError` for an unknown one."""
     if name.lower() not in FAMILIES:
-        raise ScheduleError(f"unknown schedule {name!r}: choose one of {', '.join(NAMES)}.")
+        near = get_close_matches(name.lower(), NAMES, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ScheduleError(f"unknown schedule {name!r}: {meant}Choose one of {', '.join(NAMES)}.")
     return FAMILIES[name.lower()]

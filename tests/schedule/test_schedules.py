@@ -208,7 +208,8 @@ def test_validate_names_the_broken_cell(rank, edit, message):
 @pytest.mark.parametrize(
     ("name", "pp", "microbatches", "message"),
     [
-        ("2f2b", 2, 2, "unknown schedule '2f2b': choose one of gpipe, 1f1b"),
+        ("4p4q", 2, 2, "unknown schedule '4p4q': Choose one of gpipe, 1f1b"),
+        ("Interleaved1F1B", 2, 2, "did you mean interleaved_1f1b"),
         ("dualpipe", 3, 8, "even pp .* got pp=3, microbatches=8; with pp=4 use 8"),
         ("dualpipe", 4, 7, "with pp=4 use 8"),
         ("dualpipev", 4, 7, "at least 2 pp microbatches: .* use 8 or more"),
