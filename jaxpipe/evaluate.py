@@ -12,7 +12,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxpipe.config import ConfigError
@@ -21,6 +20,7 @@ from jaxpipe.config.paths import local_path
 from jaxpipe.data.optional import import_optional
 from jaxpipe.inference.command import exit_code, start_devices
 from jaxpipe.inference.settings import inference_config
+from jaxpipe.inference.token_sequences import write_out
 from jaxpipe.runtime import processes
 
 _ROWS = 2**20  # more sequences than a batch has
@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not processes.first():
             return
         if arguments.out:
-            _write(arguments.out, results)
+            text = json.dumps(results, indent=2, default=str) + "\n"
+            write_out(arguments.out, lambda file: file.write(text.encode()))
         print(import_optional("lm_eval.utils", "the table", "eval").make_table(results))
 
     return exit_code(run)
@@ -84,16 +85,6 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
         num_fewshot=arguments.num_fewshot,
         apply_chat_template=arguments.apply_chat_template,
     )
-
-
-def _write(path: Path, results: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(results, indent=2, default=str) + "\n")
-    except OSError as error:
-        raise ConfigError(
-            f"--out {path} cannot be written ({error.strerror}): choose a directory that exists "
-            f"and is writable."
-        ) from error
 
 
 if __name__ == "__main__":

@@ -30,11 +30,6 @@ def target_config(card: str) -> str:
     return files("jaxpipe.gpu").joinpath(f"{card}.txtpb").read_text()
 
 
-def card_memory(card: str) -> int:
-    """Return a card's memory in bytes."""
-    return int(_MEMORY.search(target_config(card))[2])
-
-
 def card_bandwidth(card: str) -> int:
     """Return a card's memory bandwidth in bytes/s."""
     return int(_BANDWIDTH.search(target_config(card))[1])

@@ -4,12 +4,12 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
+from jaxpipe.gpu.collectives import traced_action
 from jaxpipe.gpu.program import Program
 from jaxpipe.runtime.hlo import Instruction
 
 _TARGET = re.compile(r'custom_call_target="(__cublas[^"]*|mosaic_gpu[^"]*)"')
 _DTYPE = re.compile(r"\(?([a-z]+\d+\w*)\[")
-_OP = re.compile(r"/([A-Z]+)_chunk\d+(?:\+([A-Z]+)_chunk)?")
 _OPCODES = ("dot", "ragged-dot", "dot-general")
 
 
@@ -30,19 +30,17 @@ class ProductCount(NamedTuple):
     count: int
 
 
-def count_products(text: Program) -> tuple[ProductCount, ...]:
+def count_products(program: Program) -> tuple[ProductCount, ...]:
     """Return the matrix products of a program, without those inside fused attention kernels."""
     counts: Counter[tuple[str, str, str]] = Counter()
-    for body in text.computations.values():
+    for body in program.computations.values():
         shapes = {one.name: one.shape for one in body}
         for one in body:
             if library := _library(one):
                 named = one.names[:2]
                 dtypes = [_DTYPE.match(shapes.get(name, "")) for name in named]
                 operands = " x ".join(match[1] if match else "?" for match in dtypes)
-                op = _OP.search(one.rest)
-                ops = "+".join(filter(None, op.groups())) if op else ""
-                counts[ops, library, operands] += 1
+                counts[traced_action(one), library, operands] += 1
     return tuple(ProductCount(*kind, count) for kind, count in sorted(counts.items()))
 
 

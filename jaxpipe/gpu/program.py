@@ -25,29 +25,6 @@ _PRODUCT = 'custom_call_target="__cu'  # calls of cuBLAS and cuDNN
 _CLONE = "double_buffer_clone"
 
 
-class Permute(NamedTuple):
-    """A collective-permute of the loop.
-
-    `hides` is the number of conditionals between its start and its done, None if it is synchronous;
-    `size` is in bytes.
-    """
-
-    name: str
-    size: int
-    hides: int | None
-
-
-class HostCopy(NamedTuple):
-    """A copy in the loop between device and host memory.
-
-    `hides` is the number of matrix products between its start and its done, None if it is
-    synchronous.
-    """
-
-    name: str
-    hides: int | None
-
-
 class DeviceCopy(NamedTuple):
     """Copies of one shape in the loop, each at most once a tick; `size` is bytes of one copy."""
 
@@ -128,14 +105,16 @@ class Program:
         return sum(one.opcode == "conditional" for one in self._body()) // self.ticks
 
     @cached_property
-    def permutes(self) -> tuple[Permute, ...]:
-        """Collective-permutes of the loop's body, and synchronous ones anywhere in the loop.
+    def permutes(self) -> tuple[int | None, ...]:
+        """For each collective-permute of the loop, how many conditionals hide it.
 
-        Permutes outside the loop, which exchange mirrored parameters, are not included.
+        These are between its start and its done; None: it is synchronous. Permutes outside the
+        loop, which exchange mirrored parameters, are not included.
         """
         body = self._body()
-        waits = [one for one in self._in_loop() if one.opcode == "collective-permute"]
-        permutes = [Permute(one.name, shape_bytes(one.shape), None) for one in waits]
+        permutes: list[int | None] = [
+            None for one in self._in_loop() if one.opcode == "collective-permute"
+        ]
         for at, start in enumerate(body):
             if start.opcode != "collective-permute-start":
                 continue
@@ -145,18 +124,14 @@ class Program:
             )  # fmt: skip
             hides = sum(one.opcode == "conditional" for one in body[at:end])
             synchronous = '"is_sync":true' in start.rest
-            permutes.append(
-                Permute(start.name, shape_bytes(body[end].shape), None if synchronous else hides)
-            )
+            permutes.append(None if synchronous else hides)
         return tuple(permutes)
 
     @property
     def hidden(self) -> bool:
         """Whether every permute is in flight during all conditionals of a tick."""
-        return all(
-            one.hides is not None and one.hides >= max(1, self.conditionals)
-            for one in self.permutes
-        )
+        least = max(1, self.conditionals)
+        return all(hides is not None and hides >= least for hides in self.permutes)
 
     @cached_property
     def buffer_copies(self) -> tuple[DeviceCopy, ...]:
@@ -173,8 +148,11 @@ class Program:
         return self._copies(self._messages)
 
     @cached_property
-    def host_copies(self) -> tuple[HostCopy, ...]:
-        """Copies between device and host in the loop, including its branches."""
+    def host_copies(self) -> tuple[int | None, ...]:
+        """For each copy between device and host in the loop, how many matrix products hide it.
+
+        None: it is synchronous. Copies in branches are included.
+        """
         copies = []
         for fused, name in self._below(self.loop) if self.loop else ():
             body = self.computations[name]
@@ -185,12 +163,11 @@ class Program:
                 if fused or not moves:
                     continue
                 if one.opcode in _MOVES:
-                    copies.append(HostCopy(one.name, None))
+                    copies.append(None)
                 elif one.opcode.removesuffix("-start") in _MOVES:
                     end = next(i for i, later in enumerate(body) if i > at and one.name in
                                later.names)  # fmt: skip
-                    products = sum(_PRODUCT in other.rest for other in body[at:end])
-                    copies.append(HostCopy(one.name, products))
+                    copies.append(sum(_PRODUCT in other.rest for other in body[at:end]))
         return tuple(copies)
 
     @cached_property

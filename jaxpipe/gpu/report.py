@@ -18,8 +18,8 @@ _SHOWN = 4  # kinds of temporaries in the text
 
 def report_as_json(report: CompiledReport) -> dict[str, Any]:
     """Return the report as JSON values; sizes are in bytes, times in seconds."""
-    program, waits = report.program, [one for one in report.program.permutes if one.hides is None]
-    hides = [one.hides for one in program.host_copies]
+    program, hides = report.program, report.program.host_copies
+    waits = program.permutes.count(None)
     return {
         "card": report.card,
         "devices": report.devices,
@@ -29,11 +29,11 @@ def report_as_json(report: CompiledReport) -> dict[str, Any]:
         "fits": report.fits,
         "bytes": asdict(report.bytes),
         "permutes": {
-            "asynchronous": len(program.permutes) - len(waits),
-            "synchronous": len(waits),
+            "asynchronous": len(program.permutes) - waits,
+            "synchronous": waits,
             "ticks": program.ticks,
             "conditionals": program.conditionals,
-            "hides": [one.hides for one in program.permutes],
+            "hides": list(program.permutes),
             "hidden": program.hidden,
             "permute_phases": report.phases,
         },
@@ -105,8 +105,8 @@ def _advice(report: CompiledReport) -> list[str]:
 
 def _permutes(report: CompiledReport) -> str:
     program = report.program
-    waits = sum(one.hides is None for one in program.permutes)
-    hides = ", ".join(str(one.hides) for one in program.permutes if one.hides is not None)
+    waits = program.permutes.count(None)
+    hides = ", ".join(str(hides) for hides in program.permutes if hides is not None)
     if report.phases > 1:
         return (
             f"permutes: {waits} synchronous, one for each of {report.phases} phases: ranks wait "
@@ -151,7 +151,7 @@ def _actions(share: CollectiveShare) -> str:
 
 
 def _host(report: CompiledReport) -> list[str]:
-    hides = [one.hides for one in report.program.host_copies]
+    hides = report.program.host_copies
     if not report.bytes.host:
         return []
     return [

@@ -8,10 +8,11 @@ from rich.table import Table
 
 from jaxpipe import config as configs
 from jaxpipe.config.units import readable_bytes
-from jaxpipe.gpu.cards import card_capability, card_memory
+from jaxpipe.gpu.cards import card_capability
 from jaxpipe.gpu.check import CompiledReport, check_step
 from jaxpipe.planning import Devices, Estimate, Hardware, RunPlan, resolve
 from jaxpipe.planning.checks import check_settings
+from jaxpipe.runtime.devices import DEVICES
 
 _COLUMNS = (
     "card", "devices", "mesh", "schedule", "peak", "fits", "permutes", "copies", "graphs",
@@ -53,8 +54,8 @@ def load_requests(
 def card_devices(card: str, count: int | None, memory: float | None) -> Devices:
     """The devices of a card; `memory` [bytes] overrides its own."""
     return Devices(
-        "cuda", count, memory=memory or card_memory(card), capability=card_capability(card),
-        hardware=Hardware(card.upper()),
+        "cuda", count, memory=memory or DEVICES[card.upper()].memory,
+        capability=card_capability(card), hardware=Hardware(card.upper()),
     )  # fmt: skip
 
 

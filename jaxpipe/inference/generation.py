@@ -11,7 +11,7 @@ Shapes: B prompts, L tokens of a slice, S tokens of the cache, D model, V vocabu
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ class Generator:
                         running.remove(row)
         return generated
 
-    def _decoding(self, prompts: int, tokens: int) -> "Decoding":
+    def _decoding(self, prompts: int, tokens: int) -> "_CachedDecoding | UncachedModel":
         """Return the decoding of `prompts` prompts, with up to `tokens` tokens each."""
         if uses_pipeline(self.loaded.trainer.config):
             return self._uncached
@@ -99,16 +99,6 @@ class Generator:
     @cached_property
     def _by_tokens(self) -> dict[int, "CachedModel"]:
         return {}
-
-
-class Decoding(Protocol):
-    """The tokens of N prompts so far, `[N, S]`, and what follows them."""
-
-    def read(self, tokens_NS: np.ndarray, count: int) -> int:
-        """Read some of the first `count` tokens; return how many, from which `next` goes on."""
-
-    def next(self, tokens_NS: np.ndarray, place: int) -> np.ndarray:
-        """Read the token at `place` of every row and draw the one after it, integers `[N]`."""
 
 
 @dataclass

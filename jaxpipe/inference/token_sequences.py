@@ -70,11 +70,11 @@ def write_scores(path: Path, scores: Sequence[Any]) -> None:
     """
     if path.suffix == JSON_LINES:
         lines = (json.dumps([float(str(value)) for value in one.logprobs]) for one in scores)
-        return _write(
+        return write_out(
             path, lambda file: file.write("".join(f"{line}\n" for line in lines).encode())
         )
     arrays = {name: np.stack([getattr(one, name) for one in scores]) for name in scores[0]._fields}
-    return _write(path, lambda file: np.savez(file, **arrays))
+    return write_out(path, lambda file: np.savez(file, **arrays))
 
 
 def check_out(path: Path, rows: Sequence[np.ndarray]) -> None:
@@ -88,8 +88,8 @@ def check_out(path: Path, rows: Sequence[np.ndarray]) -> None:
         )
 
 
-def _write(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Write a file that gets its name when it is complete."""
+def write_out(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Write the file of `--out`, which gets its name when it is complete."""
     try:
         with replace_atomically(path) as file:
             write(file)

@@ -22,7 +22,6 @@ def sharing_of(config: Config, hardware: "Hardware") -> LayerSeconds:
     costs, parallel = costs_of(config), config.parallel
     if parallel.cp == 1:
         return NO_EXCHANGE
-    layers = [costs.kinds[kind] for kind in costs.order]
     behind = dict.fromkeys(("F", "B", "W"), 0.0)
     if parallel.rings:
         model, train = config.model, config.train
@@ -31,15 +30,13 @@ def sharing_of(config: Config, hardware: "Hardware") -> LayerSeconds:
         tokens = train.microbatch_size * train.seq_len / parts
         others = (parallel.ring - 1) / parallel.ring
         # Of 12 FLOPs per query and key F computes 4, and causal attention reads half of the keys.
-        forwards = whole / len(layers) * tokens / 6 / hardware.flops * others
+        forwards = whole / len(costs.order) * tokens / 6 / hardware.flops * others
         again = 1 if train.remat == "full" else 0
         behind |= {"F": forwards, "B": (2.5 + again) * forwards}
 
     def waits(op: str) -> float:
-        sent, turned = (
-            sum(each[op] for each in sizes) / len(layers) / hardware.network
-            for sizes in zip(*((kind.shared, kind.turned) for kind in layers))
-        )
+        sent = costs.mean(lambda kind: kind.shared[op]) / hardware.network
+        turned = costs.mean(lambda kind: kind.turned[op]) / hardware.network
         return sent - turned + max(0.0, turned - behind[op])
 
     return LayerSeconds(*map(waits, ("F", "B", "W")))
@@ -51,9 +48,8 @@ def tensor_of(config: Config, hardware: "Hardware") -> LayerSeconds:
     Sizes are traced; those of embedding and head are left out.
     """
     costs = costs_of(config)
-    layers = [costs.kinds[kind] for kind in costs.order]
     return LayerSeconds(
-        *(sum(kind.tensor[op] for kind in layers) / len(layers) / hardware.within for op in _OPS)
+        *(costs.mean(lambda kind, op=op: kind.tensor[op]) / hardware.within for op in _OPS)
     )
 
 

@@ -1,6 +1,6 @@
 """Costs of layers, embed_head and messages on one device, traced from the model's functions."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -101,6 +101,10 @@ class ModelCosts:
     message: int
     embed_head: Parameters
     reads: bool = False
+
+    def mean(self, of: Callable[[LayerCosts], float]) -> float:
+        """Mean of a number over the model's layers."""
+        return sum(of(self.kinds[name]) for name in self.order) / len(self.order)
 
 
 _traced: dict[Config, ModelCosts] = {}

@@ -80,20 +80,17 @@ def analytic(config: Config, hardware: Hardware) -> OpSeconds:
     The head is the full head, also where ranks share it.
     """
     costs = costs_of(config)
-    layers = [costs.kinds[kind] for kind in costs.order]
 
-    def mean(op: str) -> float:
-        seconds = (hardware.seconds(getattr(kind, op), kind.in_fp8[op]) for kind in layers)
-        return sum(seconds) / len(layers)
+    def compute(op: str) -> float:
+        return costs.mean(lambda kind: hardware.seconds(getattr(kind, op), kind.in_fp8[op]))
 
     return OpSeconds(
-        layer=LayerSeconds(mean("F"), mean("B"), mean("W")),
+        layer=LayerSeconds(*map(compute, "FBW")),
         head=costs.head * max(1, config.parallel.ends_shared_by) / hardware.flops,
         transfer=costs.message / hardware.link,
         copies=copies_of(config, hardware),
         exchange=LayerSeconds(
-            *(sum(kind.exchanged[op] for kind in layers) / len(layers) / hardware.network
-              for op in ("F", "B", "W"))
+            *(costs.mean(lambda kind, op=op: kind.exchanged[op]) / hardware.network for op in "FBW")
         ),
         sharing=sharing_of(config, hardware).beside(resharding_of(config, hardware)),
         tensor=tensor_of(config, hardware),
@@ -120,9 +117,8 @@ def shares_of(config: Config, hardware: Hardware) -> tuple[LayerShare, ...]:
         return ()
 
     def relative(of: Callable[[LayerCosts], float]) -> dict[str, float]:
-        each = {name: of(kind) for name, kind in costs.kinds.items()}
-        mean = sum(each[name] for name in costs.order) / len(costs.order)
-        return {name: value / mean if mean else 1.0 for name, value in each.items()}
+        mean = costs.mean(of)
+        return {name: of(kind) / mean if mean else 1.0 for name, kind in costs.kinds.items()}
 
     computed = {
         op: relative(lambda kind, op=op: hardware.seconds(getattr(kind, op), kind.in_fp8[op]))
@@ -142,9 +138,8 @@ def copies_of(config: Config, hardware: Hardware) -> Copies:
     if not config.train.offload_layers:
         return NO_COPIES
     costs = costs_of(config)
-    layers = [costs.kinds[kind] for kind in costs.order]
-    for_b, for_w = (sum(getattr(kind, name) for kind in layers) for name in ("for_b", "for_w"))
-    both, own = ((size / len(layers)) / hardware.host for size in (for_b + for_w, for_w))
+    both = costs.mean(lambda kind: kind.for_b + kind.for_w) / hardware.host
+    own = costs.mean(lambda kind: kind.for_w) / hardware.host
     return Copies(config.train.offload_layers, F=both, B=both, W=own)
 
 

@@ -184,13 +184,6 @@ def _build_figure(
     return figure
 
 
-def _shade(schedule: Schedule, stage: int, microbatch: int) -> int:
-    """Return the index of the colour shade of a stage's chunk and of a microbatch's direction."""
-    rank_of = schedule.placement.rank_of
-    mirrored = microbatch >= (schedule.placement.mirrored_from or schedule.microbatches)
-    return rank_of[:stage].count(rank_of[stage]) + mirrored * max(map(rank_of.count, rank_of))
-
-
 def _draw_ranks(axes: "Axes", schedule: Schedule, rows: list[Track], points: _Floats) -> None:
     """Draw boxes and idle intervals; `points` is the size of a unit of time and of a rank."""
     corners, idle = (
@@ -202,7 +195,7 @@ def _draw_ranks(axes: "Axes", schedule: Schedule, rows: list[Track], points: _Fl
         for start, end, cell in row.boxes:
             edges = np.linspace(rank - _HALF, rank + _HALF, len(cell.actions) + 1)
             for (op, stage, microbatch), top, bottom in zip(cell.actions, edges, edges[1:]):
-                kind = op, _shade(schedule, stage, microbatch)
+                kind = op, schedule.placement.chunk(stage, microbatch)
                 corners[kind].append((start, top, end, bottom, microbatch))
     narrowest = min(box.end - box.start for row in rows for box in row.boxes) * points[0]
     seams = {"edgecolor": "white", "linewidth": 0.6 if narrowest > 3 else 0}

@@ -8,7 +8,7 @@ is the message and the wait for neighbours; the time from there to the next perm
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -40,12 +40,6 @@ class Tick:
     begin: float
     compute_begin: float
     end: float
-    labels_stages: bool = False  # whether the label names stages
-
-    @property
-    def label(self) -> str:
-        """The label of the cell, as in timelines."""
-        return label(*self.cell.actions, stages=self.labels_stages) or "idle"
 
 
 RankTicks = Mapping[int, Sequence[Tick]]
@@ -57,7 +51,6 @@ def match_ticks(
     ranks: Mapping[int, int],
     *,
     phases: int = 1,
-    labels_stages: bool = False,
 ) -> RankTicks:
     """Return the ticks of every requested rank.
 
@@ -66,7 +59,6 @@ def match_ticks(
       grid: the cells of the schedule, `[tick][rank]`.
       ranks: pipeline rank by device, for the devices to read.
       phases: as in `Lockstep`.
-      labels_stages: whether the labels of ticks name stages.
 
     Raises `ProfileError` where a device is missing or no permute runs once per tick.
     """
@@ -77,10 +69,7 @@ def match_ticks(
     ticks_by_rank = {}
     for device, recorded in by_device.items():
         cells = [row[ranks[device]] for row in grid]
-        ticks = _match_device(recorded, cells, phases)
-        ticks_by_rank[ranks[device]] = [
-            replace(tick, labels_stages=labels_stages) for tick in ticks
-        ]
+        ticks_by_rank[ranks[device]] = _match_device(recorded, cells, phases)
     if set(ticks_by_rank) != set(ranks.values()):
         raise ProfileError("the recording lacks some of the devices: was it another run's?")
     return dict(sorted(ticks_by_rank.items()))
@@ -135,6 +124,8 @@ def median_op_seconds(ranks: RankTicks) -> dict[tuple[Op, int], float]:
 def write_trace(ranks: RankTicks, path: Path) -> None:
     """Write JSON for Perfetto or chrome://tracing: a track per rank, a box per tick and permute."""
     start = min(ticks[0].begin for ticks in ranks.values())
+    every = (action for ticks in ranks.values() for tick in ticks for action in tick.cell.actions)
+    stages = any(action.stage >= len(ranks) for action in every)  # a rank has several
     events: list[dict[str, object]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
         for rank in ranks
@@ -149,5 +140,6 @@ def write_trace(ranks: RankTicks, path: Path) -> None:
     for rank, ticks in ranks.items():
         for tick in ticks:
             events.append(box(rank, tick, "exchange", tick.begin, tick.compute_begin))
-            events.append(box(rank, tick, tick.label, tick.compute_begin, tick.end))
+            name = label(*tick.cell.actions, stages=stages) or "idle"
+            events.append(box(rank, tick, name, tick.compute_begin, tick.end))
     path.write_text(json.dumps({"traceEvents": events}))

@@ -115,7 +115,6 @@ def ticks(pipeline: Pipeline, events: Iterable[Event], replica: int = 0) -> Rank
         recorded_grid(pipeline),
         {device.id: rank for rank, device in devices if device.process_index == own},
         phases=how.lockstep.phases,
-        labels_stages=pipeline.schedule.labels_stages,
     )
 
 

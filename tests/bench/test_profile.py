@@ -38,7 +38,7 @@ def recorded(ticks, work=2.0, exchange=1.0):
 def test_ticks_are_what_lies_between_exchanges():
     grid = place(build("1f1b", pp=2, microbatches=2))
     ranks = match_ticks(recorded(len(grid)), grid, {7: 0, 5: 1})
-    assert [tick.label for tick in ranks[0]] == ["F0", "F1", "idle", "BW0", "idle", "BW1"]
+    assert [str(tick.cell) for tick in ranks[0]] == ["F0@0", "F1@0", "", "BW0@0", "", "BW1@0"]
     assert {
         (tick.compute_begin - tick.begin, tick.end - tick.compute_begin) for tick in ranks[1]
     } == {(1.0, 2.0)}
@@ -54,7 +54,7 @@ def test_ticks_of_turns_begin_with_a_permute_each():
             name = names[event.begin / 3 % 2] if event.name == "ppermute.1" else event.name
             events.append(replace(event, name=name))
     ranks = match_ticks(events, grid, {7: 0, 5: 1}, phases=2)
-    assert [tick.label for tick in ranks[0]][:4] == ["idle", "F0", "idle", "F1"]
+    assert [str(tick.cell) for tick in ranks[0]][:4] == ["", "F0@0", "", "F1@0"]
     assert {tick.end - tick.begin for tick in ranks[1]} == {3.0}
     with pytest.raises(ProfileError, match="no exchange that runs once"):
         match_ticks(events, grid, {7: 0, 5: 1})
