@@ -197,7 +197,8 @@ def tokenise(
     empty = 0
     for passages, encoded in zip(documents, tokenizer.encode(documents)):
         empty += not len(encoded.ids)
-        (_, first), *_, (text, last) = [*passages, *passages] or [("", False)] * 2
+        text = passages[-1][0] if passages else ""
+        first, last = (passages[at][1] for at in (0, -1)) if passages else (False, False)
         has_start = np.array_equal(encoded.ids[: len(start)], start)
         has_end = mark and text.rstrip().endswith(mark)
         parts = [start[: 0 if has_start else None], encoded.ids, end[: 0 if has_end else None]]
