@@ -18,6 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from jaxpipe.checkpoint.naming import (
     VARIABLES,
@@ -28,7 +29,7 @@ from jaxpipe.checkpoint.naming import (
 )
 from jaxpipe.checkpoint.safetensors_directory import TensorFiles, complete_directory, write_tensors
 from jaxpipe.checkpoint.serving import ServingFiles
-from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, nest_by_path, save_parameters
+from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, save_parameters
 from jaxpipe.config import ConfigError
 from jaxpipe.model import FAMILIES, ModelConfig
 from jaxpipe.model.lora import NAME
@@ -117,7 +118,7 @@ def import_huggingface(
             lambda: parameter.from_hf(files.read),
         )
 
-    state = nest_by_path({parameter.stored_path: lazy(parameter) for parameter in wanted})
+    state = unflatten_dict({parameter.stored_path: lazy(parameter) for parameter in wanted})
     about = {"source": str(source.absolute())} | serving.as_meta()
     return save_parameters(checkpoints, state, meta | about)
 

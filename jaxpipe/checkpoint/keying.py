@@ -20,7 +20,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.checkpoint.handler import UnpaddedArray
-from jaxpipe.parallel import ParamSharding, Sharding, StageLayout, is_stage_stacked
+from jaxpipe.parallel import (
+    ParamSharding,
+    Sharding,
+    StageLayout,
+    is_stage_stacked,
+    map_stage_stacked,
+)
 from jaxpipe.pipeline.buffers import to_device
 
 Tree = Any
@@ -64,11 +70,7 @@ class StateKeying:
 
     def to_padded_keyed(self, state: Tree) -> Tree:
         """The state in keyed form with this layout's padding, as a restore returns it."""
-        return jax.tree.map(
-            lambda node: self._split_tree(node) if is_stage_stacked(node) else node,
-            state,
-            is_leaf=is_stage_stacked,
-        )
+        return map_stage_stacked(self._split_tree, state)
 
     def keyed_shapes(self, state: Tree) -> Tree:
         """Shapes and dtypes of `to_keyed(state)`; `state` may hold arrays or shapes."""
@@ -113,11 +115,7 @@ class StateKeying:
 
     def _map(self, state: Tree, part: LeafFunction, rest: Callable[[Any], Any]) -> Tree:
         """Convert stage-stacked trees to keyed form by `part`, and map other leaves by `rest`."""
-        return jax.tree.map(
-            lambda node: self._key_tree(node, part) if is_stage_stacked(node) else rest(node),
-            state,
-            is_leaf=is_stage_stacked,
-        )
+        return map_stage_stacked(lambda node: self._key_tree(node, part), state, rest)
 
     def _key_tree(self, tree: Tree, part: LeafFunction) -> Tree:
         stored = self.sharding.param_shardings(tree)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from flax.traverse_util import unflatten_dict
 
 from jaxpipe.checkpoint.compatibility import check_same_arrays, drop_absent_variables
 from jaxpipe.checkpoint.exclusion import leaves_by_name
@@ -31,7 +32,6 @@ from jaxpipe.checkpoint.pieces import (
     copy_shards,
     write_piece,
 )
-from jaxpipe.checkpoint.streaming import nest_by_path
 from jaxpipe.config import first_line
 from jaxpipe.runtime import processes, storage
 from jaxpipe.runtime.file_server import FileServer, fetch, host_for_others, send
@@ -245,7 +245,7 @@ class LocalSaves:
                 raise DamagedError(f"{name} is not complete")
         if check:
             check(self._root, piece.meta)
-        stored = nest_by_path(
+        stored = unflatten_dict(
             {
                 tuple(name.split("/")): jax.ShapeDtypeStruct(one.shape, one.dtype)
                 for name, ((one, _), *_) in parts.items()

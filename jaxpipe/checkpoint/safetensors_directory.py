@@ -181,12 +181,6 @@ class TensorFiles:
                 f"{self.directory} has neither {ONE_FILE} nor {INDEX}: give the directory of a "
                 f"Hugging Face checkpoint in safetensors."
             )
-        for name in self._index.values():
-            if Path(name).name != name:
-                raise ConfigError(
-                    f"{self.directory / INDEX} lists the shard {name!r}, which is not the name of "
-                    f"a file beside it: correct it."
-                )
         files = [self.directory / name for name in dict.fromkeys(self._index.values())]
         if missing := [path.name for path in files if not path.exists()]:
             raise ConfigError(

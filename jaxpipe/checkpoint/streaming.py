@@ -9,7 +9,7 @@ import contextlib
 import functools
 import operator
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import jax
 import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
+from flax.traverse_util import unflatten_dict
 from orbax.checkpoint import type_handlers
 
 from jaxpipe.checkpoint.adapters import merging
@@ -200,7 +201,7 @@ class StoredCheckpoint:
             on_disk[path]: jax.ShapeDtypeStruct(self.leaves[path].shape, self.leaves[path].dtype)
             for path in paths
         }
-        wanted = nest_by_path(shapes)
+        wanted = unflatten_dict(shapes)
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
         request = ocp.args.PyTreeRestore(wanted, restore_args=as_numpy, partial_restore=True)
         with self._report_damage(checked=self.checked_files > 0):
@@ -250,17 +251,6 @@ class StoredCheckpoint:
             f"{self.directory} is not a checkpoint of jaxpipe ({why}): give the directory of one "
             f"step, such as runs/quickstart/checkpoints/100."
         )
-
-
-def nest_by_path(leaves: Mapping[tuple[str, ...], Any]) -> Tree:
-    """A pytree of nested dicts from its leaves by path."""
-    tree: Tree = {}
-    for path, leaf in leaves.items():
-        node = tree
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = leaf
-    return tree
 
 
 def _key(part: Any) -> str:

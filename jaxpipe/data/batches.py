@@ -127,15 +127,14 @@ class DataSplit:
         targets = (self.samples[self.order[at]]["targets"] for at in range(looked))
         return sum(bool((one == IGNORE).all()) for one in targets), looked
 
-    def contents(self, position: int, step: int) -> DocumentLengths:
-        """Return document lengths of the `step` samples from a position on, without reading tokens.
-
-        Every process computes the same result, so finding the longest row needs no communication.
-        """
-        return self._contents(position, step)
-
     @cached_property
-    def _contents(self) -> Callable[[int, int], DocumentLengths]:
+    def contents(self) -> Callable[[int, int], DocumentLengths]:
+        """A function of a position and a number of samples from there on: document lengths.
+
+        It reads no tokens. Every process computes the same result, so finding the longest row needs
+        no communication.
+        """
+
         def of(position: int, step: int) -> DocumentLengths:
             documents = list(self._documents(position, step))
             return DocumentLengths(step, max(map(sum, documents)), np.concatenate(documents))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from jaxpipe.checkpoint import find_newest
 from jaxpipe.checkpoint.huggingface import (
@@ -16,7 +17,7 @@ from jaxpipe.checkpoint.huggingface import (
 )
 from jaxpipe.checkpoint.placing import ParamPath, Read
 from jaxpipe.checkpoint.serving import ServingFiles
-from jaxpipe.checkpoint.streaming import StoredCheckpoint, nest_by_path
+from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import Config, ConfigError, build
 from jaxpipe.model import ModelConfig
 from jaxpipe.runtime.storage import AnyPath, local_copy, open_path
@@ -79,7 +80,7 @@ class SavedModel:
             find_newest(path, "MODEL", "a model's directory from Hugging Face, ")
         )
         config, names = checkpoint.config, [n for n in checkpoint.leaves if n[0] == "variables"]
-        variables = nest_by_path(dict(zip(names, checkpoint.read(names)))) if names else {}
+        variables = unflatten_dict(dict(zip(names, checkpoint.read(names)))) if names else {}
         return cls(
             path,
             config.model,

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 from msgspec import structs
 
-from jaxpipe import optimizer as optimizers
 from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.config import Config, ConfigError, DataConfig
 from jaxpipe.data.optional import import_optional
@@ -17,7 +16,6 @@ from jaxpipe.inference.loaded_model import LoadedModel
 from jaxpipe.inference.saved_model import SavedModel
 from jaxpipe.inference.settings import LENGTH_MULTIPLE
 from jaxpipe.inference.text import TextTokenizer, tokenizer_of
-from jaxpipe.training import moments
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
@@ -117,12 +115,8 @@ class RunTasks:
 
     def __call__(self, state: State) -> dict[str, float]:
         """The metrics of the parameters that a held-out loss evaluates, by name."""
-        before = state.optimizer
-        if self.trainer.config.train.offload_moments:
-            before, _ = moments.fetched(before, state.step)
-        params = optimizers.averaged(before, state.params)
         model = self._model
-        model.loaded.params, model.loaded.variables = params, state.variables
+        model.loaded.params, model.loaded.variables = self.trainer.averaged(state), state.variables
         try:
             results = self.tasks.evaluate(model, bootstrap_iters=0)
         finally:

@@ -94,8 +94,8 @@ class CausalDecoder:
 
     @property
     def attend(self) -> CausalAttention:
-        """The attention of its layers."""
-        raise NotImplementedError
+        """Causal attention, limited to the document; a layer limits it to its window."""
+        return CausalAttention(self.sequence, self.config.attention, documents=self.documents)
 
     def new_layer(self, kind: str, parts: LayerParts, init: Init) -> nnx.Module:
         """Build a layer of a kind as a module."""

@@ -183,17 +183,17 @@ class _Grouped(NamedTuple):
     def outputs(self, x: _Operand, weight: _Operand, sizes_E: Any, dtype: Any) -> jax.Array:
         """x w."""
         right = weight.values.swapaxes(1, 2)
-        return self.groups.multiply_rows(x.values, right, sizes_E, x.scale * weight.scale, dtype)
+        return self.groups.multiply(x.values, right, sizes_E, x.scale * weight.scale, dtype)
 
     def inputs(self, dy: _Operand, weight: _Operand, sizes_E: Any, dtype: Any) -> jax.Array:
         """dy w^T."""
         scale = dy.scale * weight.scale
-        return self.groups.multiply_rows(dy.values, weight.values, sizes_E, scale, dtype)
+        return self.groups.multiply(dy.values, weight.values, sizes_E, scale, dtype)
 
     def weights(self, x: _Operand, dy: _Operand, sizes_E: Any, dtype: Any) -> jax.Array:
         """x^T dy."""
         left, right = x.values.T, dy.values.T
-        return self.groups.multiply_groups(left, right, sizes_E, x.scale * dy.scale, dtype)
+        return self.groups.multiply(left, right, sizes_E, x.scale * dy.scale, dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -33,22 +33,16 @@ class GroupedFp8:
 
     cores: int = 0
 
-    def multiply_rows(
-        self, left_SK: jax.Array, right_ENK: jax.Array, sizes_E: jax.Array, scale: jax.Array,
-        dtype: Any,
-    ) -> jax.Array:  # fmt: skip
-        """Each row times its group's matrix, `[S, N]`; rows of no group give zeros."""
-        return self._bind(left_SK, right_ENK, sizes_E, scale, dtype)
+    def multiply(
+        self, left: jax.Array, right: jax.Array, sizes_E: jax.Array, scale: jax.Array, dtype: Any
+    ) -> jax.Array:
+        """The products of either kind, by the dims of `right`.
 
-    def multiply_groups(
-        self, left_MS: jax.Array, right_NS: jax.Array, sizes_E: jax.Array, scale: jax.Array,
-        dtype: Any,
-    ) -> jax.Array:  # fmt: skip
-        """The sums over each group's rows of their products, `[E, M, N]`; zeros without rows."""
-        return self._bind(left_MS, right_NS, sizes_E, scale, dtype)
-
-    def _bind(self, *operands: Any) -> jax.Array:
-        *operands, dtype = operands
+        `left_SK` and `right_ENK`: each row times its group's matrix, `[S, N]`; rows of no group
+        give zeros. `left_MS` and `right_NS`: the sums over each group's rows of their products,
+        `[E, M, N]`; zeros without rows.
+        """
+        operands = left, right, sizes_E, scale
         (result,) = _PRODUCT.bind(*operands, dtype=jnp.dtype(dtype), cores=self.cores)
         return result
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 
 from jaxpipe.contract import Context, LayerOutput, StageFunctions
 from jaxpipe.model.decoder import CausalDecoder
@@ -151,8 +152,8 @@ class LoraDecoder:
             )
             bound = spec.shape[-2] ** -0.5
             a = jax.random.uniform(own, shapes.a, jnp.float32, -bound, bound)
-            flat[path] = Adapter(a, jnp.zeros(shapes.b, jnp.float32))
-        return layer | {NAME: _nest(flat)}
+            flat[path] = Adapter(a, jnp.zeros(shapes.b, jnp.float32))._asdict()
+        return layer | {NAME: unflatten_dict(flat)}
 
     @cached_property
     def functions(self) -> StageFunctions:
@@ -186,10 +187,10 @@ class LoraDecoder:
 
     def _specs(self, specs: Tree) -> Tree:
         own = {
-            path: adapter_specs(spec, self.adapters.rank)
+            path: adapter_specs(spec, self.adapters.rank)._asdict()
             for path, spec in self.adapters.paths(specs)
         }
-        return _freeze(specs) | {NAME: _nest(own)}
+        return _freeze(specs) | {NAME: unflatten_dict(own)}
 
     def _layer(self, params: Tree, x: jax.Array, context: Context, kind: str) -> LayerOutput:
         base = {name: leaf for name, leaf in params.items() if name != NAME}
@@ -329,17 +330,6 @@ def merge_adapter(weight: Any, adapter: Adapter, scale: float) -> Any:
 
 def _freeze(specs: Tree) -> Tree:
     return jax.tree.map(lambda spec: replace(spec, trained=False), specs)
-
-
-def _nest(flat: Mapping[ParamPath, Adapter]) -> Tree:
-    """Nested dicts by path, with leaves `a` and `b`."""
-    tree: Tree = {}
-    for path, adapter in flat.items():
-        node = tree
-        for key in path:
-            node = node.setdefault(key, {})
-        node |= adapter._asdict()
-    return tree
 
 
 def _at(tree: Tree, path: ParamPath) -> Adapter:

@@ -13,7 +13,6 @@ __all__ = [
     "averaged",
     "build",
     "check_independent",
-    "chosen",
     "clip_by_global_norm",
     "global_norm",
     "groups",

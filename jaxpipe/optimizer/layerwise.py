@@ -17,7 +17,7 @@ from jax import lax
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.jax_internals import used_inputs
 from jaxpipe.optimizer.groups import Stores
-from jaxpipe.parallel import is_stage_stacked
+from jaxpipe.parallel import is_stage_stacked, map_stage_stacked
 
 Tree = Any
 Name = tuple[str, ...] | None  # the path of a parameter; None: an array that belongs to none
@@ -39,7 +39,7 @@ def layerwise(inner: optax.GradientTransformation, stored: Stores) -> optax.Grad
         return padded(_on_each_rank(inner.update, *unpadded((updates, state, params))))
 
     def padded(tree: Tree) -> Tree:
-        return _of_stacked(
+        return map_stage_stacked(
             lambda node: jax.tree.map(lambda leaf, how: how.pad(leaf), node, stored(node)), tree
         )
 
@@ -52,7 +52,7 @@ def layerwise(inner: optax.GradientTransformation, stored: Stores) -> optax.Grad
                 node, stored(node),
             )  # fmt: skip
 
-        return _of_stacked(of, tree)
+        return map_stage_stacked(of, tree)
 
     return optax.GradientTransformation(init, update)
 
@@ -64,23 +64,13 @@ def _on_each_rank(function: Callable[..., Tree], *trees: Tree) -> Tree:
         one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
         return node | {"layers": jax.tree.map(one, node["layers"])}
 
-    result = jax.eval_shape(function, *_of_stacked(of_rank, trees))
+    result = jax.eval_shape(function, *map_stage_stacked(of_rank, trees))
     return jax.vmap(function, _mapped_axes(trees), _mapped_axes(result))(*trees)
 
 
 def _mapped_axes(tree: Tree) -> Tree:
     """A prefix of `tree` for `vmap`: dim 0 of the layers in stage-stacked trees, nothing else."""
-    return _of_stacked(lambda _: {"embed_head": None, "layers": 0}, tree, lambda _: None)
-
-
-def _of_stacked(
-    change: Callable[[Tree], Tree], tree: Tree, rest: Callable[[Any], Any] = lambda leaf: leaf
-) -> Tree:
-    """Apply `change` to the stage-stacked trees in `tree`, and `rest` to all other leaves."""
-    return jax.tree.map(
-        lambda node: change(node) if is_stage_stacked(node) else rest(node),
-        tree, is_leaf=is_stage_stacked,
-    )  # fmt: skip
+    return map_stage_stacked(lambda _: {"embed_head": None, "layers": 0}, tree, lambda _: None)
 
 
 def check_independent(name: str, inner: optax.GradientTransformation, params: Tree) -> None:

@@ -1,7 +1,7 @@
 """The device mesh, the sharding of every array on it, and the collectives inside layers."""
 
 from jaxpipe.parallel.experts import ExpertParallel
-from jaxpipe.parallel.layout import StageLayout, is_stage_stacked
+from jaxpipe.parallel.layout import StageLayout, is_stage_stacked, map_stage_stacked
 from jaxpipe.parallel.mesh import (
     DP,
     EP,
@@ -36,5 +36,6 @@ __all__ = [
     "batch_spec",
     "is_stage_stacked",
     "make_mesh",
+    "map_stage_stacked",
     "shard_batch",
 ]

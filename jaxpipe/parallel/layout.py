@@ -12,7 +12,7 @@ sharded over pp too, so that their optimizer state is stored once.
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import groupby
@@ -272,3 +272,13 @@ def _common(left: Sequence[str], right: Sequence[str]) -> tuple[str, ...]:
 def is_stage_stacked(node: Any) -> bool:
     """Whether a tree is stage-stacked: `{"embed_head": tree, "layers": runs}`."""
     return isinstance(node, dict) and node.keys() == {"embed_head", "layers"}
+
+
+def map_stage_stacked(
+    change: Callable[[Any], Any], tree: Any, rest: Callable[[Any], Any] = lambda leaf: leaf
+) -> Any:
+    """Apply `change` to the stage-stacked trees in a tree, and `rest` to all other leaves."""
+    return jax.tree.map(
+        lambda node: change(node) if is_stage_stacked(node) else rest(node),
+        tree, is_leaf=is_stage_stacked,
+    )  # fmt: skip

@@ -1,6 +1,5 @@
 """Embedding and head in a tick: on the end stages, or vocabulary-parallel on all ranks."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -94,7 +93,7 @@ class StepData:
 
 
 @dataclass(frozen=True)
-class EmbedHead(ABC):
+class EmbedHead:
     """Embedding and head of a device's program.
 
     Attributes:
@@ -119,17 +118,17 @@ class EmbedHead(ABC):
         loss = jax.eval_shape(self.head.function, shared, x, rows)
         return loss, outputs and jax.eval_shape(outputs, shared, x, rows)
 
-    @abstractmethod
     def after_receiving(self, carry: Carry, row: TableRow) -> Carry:
-        """Run the part that precedes the actions of a tick."""
+        """Run the part that precedes the actions of a tick, if any."""
+        return carry
 
-    @abstractmethod
     def after_forward(self, carry: Carry, row: TableRow) -> Carry:
-        """Run the part that follows F."""
+        """Run the part that follows F, if any."""
+        return carry
 
-    @abstractmethod
     def after_gradient(self, carry: Carry, row: TableRow) -> Carry:
-        """Run the part that follows B, W or BW."""
+        """Run the part that follows B, W or BW, if any."""
+        return carry
 
     def _loss(self, y: jax.Array, rows: Tree, totals: Tree) -> tuple[jax.Array, jax.Array, Tree]:
         """Return the loss, the gradient at y, and `totals` with the head's gradients added."""
@@ -165,10 +164,6 @@ class EmbedHead(ABC):
 
 class EndStageEmbedHead(EmbedHead):
     """Embedding and head on the pipeline ranks of the first and last stage, next to F and B."""
-
-    def after_receiving(self, carry: Carry, row: TableRow) -> Carry:
-        """Return the carry unchanged: nothing precedes the actions of a tick."""
-        return carry
 
     def after_forward(self, carry: Carry, row: TableRow) -> Carry:
         """Compute the loss after the last layer; its gradient replaces y in the carry."""
@@ -259,14 +254,6 @@ class VocabParallelEmbedHead(EmbedHead):
             if tables.has_gradients:
                 carry = self._embed_gradient_of(rank, carry, row, k)
             carry = self._embed_for(rank, carry, row, k)
-        return carry
-
-    def after_forward(self, carry: Carry, row: TableRow) -> Carry:
-        """Return the carry unchanged: nothing follows F."""
-        return carry
-
-    def after_gradient(self, carry: Carry, row: TableRow) -> Carry:
-        """Return the carry unchanged: nothing follows B, W or BW."""
         return carry
 
     def _head_of(self, rank: int, carry: Carry, row: TableRow, k: int) -> Carry:

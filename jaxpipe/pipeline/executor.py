@@ -10,7 +10,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpipe.contract import Aux, StageFunctions
-from jaxpipe.parallel import PP, REPLICA_AXES, Sharding, StageLayout, batch_spec, is_stage_stacked
+from jaxpipe.parallel import (
+    PP,
+    REPLICA_AXES,
+    Sharding,
+    StageLayout,
+    batch_spec,
+    map_stage_stacked,
+)
 from jaxpipe.parallel.flags import is_trained, select
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.program import DeviceProgram
@@ -163,11 +170,10 @@ class Pipeline:
         self._check_fit(params, batch)
         self._check_updates()
         specs, all_have = self.sharding.partition_specs(params), PartitionSpec()
-
-        def of(node: Tree) -> Tree:
-            return self.sharding.partition_specs(node) if is_stage_stacked(node) else all_have
-
-        outlives = specs, jax.tree.map(of, moments, is_leaf=is_stage_stacked)
+        of_moments = map_stage_stacked(
+            self.sharding.partition_specs, moments, lambda leaf: all_have
+        )
+        outlives = specs, of_moments
         of_gradients = select(is_trained(self.sharding.param_shardings(params)), specs)
         program = self._rank_program(self.tables, params, self.schedule.updates)
         return jax.shard_map(

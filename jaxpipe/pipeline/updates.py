@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.contract import Aux
-from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding, is_stage_stacked
+from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding, map_stage_stacked
 from jaxpipe.parallel.flags import choose, merge
 from jaxpipe.pipeline.carry import Carry
 from jaxpipe.pipeline.parameters import DeviceParameters
@@ -179,12 +179,10 @@ class UpdatingProgram:
             return jax.tree.map(lambda array: change(how, array, *more), leaf)  # or there is none
 
         def of(node: Tree) -> Tree:
-            if not is_stage_stacked(node):
-                return node
             stored = self.program.shardings["embed_head"]
             return node | {"embed_head": jax.tree.map(own, stored, node["embed_head"], *more)}
 
-        return jax.tree.map(of, tree, is_leaf=is_stage_stacked)
+        return map_stage_stacked(of, tree)
 
     def _check(self, work: DeviceWork) -> None:
         """Raise `ValueError` where the model is not made for overlapping steps.

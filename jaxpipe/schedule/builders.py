@@ -7,7 +7,7 @@ from jaxpipe.schedule.action import Action, Op, Placement, Schedule, ScheduleErr
 from jaxpipe.schedule.cells import MemoryCosts
 from jaxpipe.schedule.families import FAMILIES, ScheduleFamily, find_family
 from jaxpipe.schedule.lockstep import PLAIN, Lockstep
-from jaxpipe.schedule.problem import SLACK
+from jaxpipe.schedule.problem import SLACK, at_least
 from jaxpipe.schedule.simulate import peak_memory
 from jaxpipe.schedule.target import OBJECTIVES, Target, check_objective, limit_in_units
 
@@ -89,8 +89,8 @@ def check_memory(
     if peak > limit * (1 + SLACK):
         raise ScheduleError(
             f"{schedule.name} holds up to {peak:g} on a rank, more than memory_limit="
-            f"{memory_limit}: the least that works for it is {peak:g}; zb_auto, v_half and v_min "
-            f"need less."
+            f"{memory_limit}: the least that works for it is {at_least(peak)}; zb_auto, v_half and "
+            f"v_min need less."
         )
 
 

@@ -118,7 +118,8 @@ class ScheduleFamily:
         microbatches enter at the first and at the last rank. "file": read from a file.
       needs_equal_rounds: whether microbatches are divided into rounds of equal length, at least pp
         where there are that many microbatches.
-      may_underfill: whether fewer microbatches than ranks are acceptable.
+      may_underfill: whether fewer microbatches than ranks are acceptable, or the builder has a
+        larger least number.
       variants: `(name, sizes) -> variants` that a plan tries.
     """
 
@@ -187,9 +188,9 @@ FAMILIES = {
             "1F1B on the V: two thirds of its memory, nothing split", "v"),
         ScheduleFamily("dualpipe", dualpipe,
             "microbatches from both ends, F beside BW: two copies of the parameters", "both ways",
-            variants=_with_limit_of_same_memory),
+            may_underfill=True, variants=_with_limit_of_same_memory),
         ScheduleFamily("dualpipev", dualpipev,
-            "DualPipe folded into a V: one copy of the parameters", "v",
+            "DualPipe folded into a V: one copy of the parameters", "v", may_underfill=True,
             variants=_with_limit_of_same_memory),
         ScheduleFamily("custom", build_custom, "the orders in a file", "file", may_underfill=True,
             variants=_no_variants),

@@ -26,6 +26,16 @@ NEVER = float("inf")
 _OPS = (Op.F, Op.B, Op.W)
 
 
+def at_least(limit: float) -> str:
+    """Return a short number that is not below a limit.
+
+    >>> at_least(16 / 7), at_least(4.0)
+    ('2.28573', '4')
+    """
+    text = f"{limit:g}"  # six digits, rounded to the nearest
+    return text if float(text) * (1 + SLACK) >= limit else f"{limit * (1 + 5e-6):g}"
+
+
 @dataclass(frozen=True)
 class SearchProblem:
     """A search problem: minimize the target's objective, with every rank within `limit`.
@@ -75,7 +85,7 @@ class SearchProblem:
         if self.limit * (1 + SLACK) < least:
             raise ScheduleError(
                 f"{self.name}: memory_limit={self.limit:g} is less than one microbatch takes on a "
-                f"rank, {least:g}: use at least {least:g}."
+                f"rank, {least:g}: use at least {at_least(least)}."
             )
 
     @cached_property

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxpipe.parallel import is_stage_stacked
+from jaxpipe.parallel import map_stage_stacked
 from jaxpipe.pipeline import buffers
 
 Tree = Any
@@ -44,8 +44,4 @@ def _of_moments(change: Callable[[Any], Any], state: Tree) -> Tree:
     >>> _of_moments(lambda leaf: -leaf, state)
     {'count': 3, 'mu': {'embed_head': -1, 'layers': (-2,)}}
     """
-
-    def apply(node: Tree) -> Tree:
-        return jax.tree.map(change, node) if is_stage_stacked(node) else node
-
-    return jax.tree.map(apply, state, is_leaf=is_stage_stacked)
+    return map_stage_stacked(lambda node: jax.tree.map(change, node), state)

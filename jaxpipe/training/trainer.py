@@ -16,7 +16,7 @@ from jaxpipe import optimizer as optimizers
 from jaxpipe.config import Config
 from jaxpipe.model.family import Model
 from jaxpipe.model.moe.products import GroupedProduct
-from jaxpipe.parallel import ReplicaFactors, Sharding, StageLayout, is_stage_stacked, make_mesh
+from jaxpipe.parallel import ReplicaFactors, Sharding, StageLayout, make_mesh, map_stage_stacked
 from jaxpipe.parallel.flags import choose
 from jaxpipe.pipeline import Aux, Execution, Pipeline
 from jaxpipe.pipeline.messages import MessagePrinter
@@ -145,13 +145,10 @@ class Trainer:
     @cached_property
     def state_shardings(self) -> State:
         """Shardings of the state: moments like parameters, all other arrays replicated."""
-
-        def sharding_of(node: Tree) -> Tree:
-            if is_stage_stacked(node):
-                return self.sharding.named_shardings(node)
-            return NamedSharding(self.mesh, PartitionSpec())
-
-        every = jax.tree.map(sharding_of, self.state_shapes, is_leaf=is_stage_stacked)
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        every = map_stage_stacked(
+            self.sharding.named_shardings, self.state_shapes, lambda leaf: replicated
+        )
         if self.config.train.offload_moments:
             every = every._replace(optimizer=moments.kept_on_host(every.optimizer))
         return every
@@ -274,6 +271,13 @@ class Trainer:
         after = moments.returned(after) if offloads else after
         return State(params, after, step, variables, guard), metrics
 
+    def averaged(self, state: State) -> Tree:
+        """The parameters to evaluate: those of the state, or their average if it has one."""
+        optimizer = state.optimizer
+        if self.config.train.offload_moments:
+            optimizer, _ = moments.fetched(optimizer, state.step)
+        return optimizers.averaged(optimizer, state.params)
+
     @cached_property
     def eval_step(self) -> Any:
         """Compiled `(state, batch) -> (loss, targets)`, which runs the forward-only pass.
@@ -283,11 +287,7 @@ class Trainer:
         """
 
         def loss(state: State, batch: Tree) -> tuple[jax.Array, jax.Array]:
-            moment_tree = state.optimizer
-            if self.config.train.offload_moments:
-                moment_tree, _ = moments.fetched(moment_tree, state.step)
-            params = optimizers.averaged(moment_tree, state.params)
-            outputs = self.pipeline.forward(params, batch, state.variables)
+            outputs = self.pipeline.forward(self.averaged(state), batch, state.variables)
             return self.first_loss(outputs.losses), outputs.counts
 
         return jax.jit(

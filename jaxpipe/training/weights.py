@@ -10,12 +10,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpipe import optimizer as optimizers
 from jaxpipe.checkpoint.adapters import merging
 from jaxpipe.checkpoint.huggingface import convert_tensors
 from jaxpipe.checkpoint.naming import VARIABLES, list_parameters
 from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding
-from jaxpipe.training import moments
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
@@ -33,10 +31,7 @@ def stream_weights(trainer: Trainer, state: State) -> Iterator[tuple[str, np.nda
 
     Raises `ConfigError` where the model's family has no form at Hugging Face.
     """
-    before = state.optimizer
-    if trainer.config.train.offload_moments:
-        before, _ = moments.fetched(before, state.step)
-    params = optimizers.averaged(before, state.params)
+    params = trainer.averaged(state)
     shardings = trainer.sharding.param_shardings(params)
 
     def read(paths: Sequence[ParamPath]) -> list[np.ndarray]:

@@ -81,12 +81,17 @@ def compare(got: Observed, want: Observed, suffix: str = "") -> list[Deviation]:
     """The largest error of losses, gradients, the update and metrics, each with its array's name.
 
     The error of an array is the norm of the difference over the norm of the reference, but the
-    latter counts as at least 1e-6 of the norm of all gradients or updates. Updates of parameters
-    whose gradient is below that, hence rounding, are left out.
+    latter counts as at least 1e-6 of the norm of all gradients or updates. Updates of trained
+    parameters whose gradient is below that, hence rounding, are left out.
     """
     size = _norm(want.gradients)
-    moved = {name for name, g in want.gradients.items() if np.linalg.norm(g) > _ROUNDING * size}
-    moved |= {name for name, u in want.update.items() if not (u.any() and np.isfinite(u).all())}
+
+    def is_compared(name: str) -> bool:
+        gradients = [of.gradients[name] for of in (got, want) if name in of.gradients]
+        has_gradient = any(np.linalg.norm(one) > _ROUNDING * size for one in gradients)
+        return not gradients or has_gradient or not np.isfinite(want.update[name]).all()
+
+    moved = set(filter(is_compared, want.update))
     updates = [{name: of.update[name] for name in moved} for of in (got, want)]
     return [
         _worst(f"losses{suffix}", got.losses, want.losses),

@@ -133,7 +133,9 @@ class Reference:
         """Whether documents of packed rows are rows of their own."""
         model = self.config.model
         drops = model.dropout or model.attention_dropout or self.config.lora.dropout
-        return bool(self.config.data.documents) and not model.routed_experts and not drops
+        is_of_tokens = self.config.train.loss == "cross_entropy"  # another may be of whole rows
+        packed = bool(self.config.data.documents)
+        return packed and is_of_tokens and not model.routed_experts and not drops
 
     @cached_property
     def functions(self) -> StageFunctions:

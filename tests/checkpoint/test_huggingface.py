@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax.traverse_util import unflatten_dict
 from hf_models import (
     GPT2,
     LLAMA,
@@ -32,7 +33,7 @@ from jaxpipe.checkpoint.huggingface import (
     list_parameters,
     training_settings,
 )
-from jaxpipe.checkpoint.streaming import StoredCheckpoint, nest_by_path
+from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.parallel import Sharding, StageLayout, make_mesh
 
@@ -171,7 +172,7 @@ def test_any_layout_restores_the_parameters_alone(tmp_path, counts, dp, dtype):
 def test_a_checkpoint_of_a_run_is_exported_without_its_moments(tmp_path):
     wanted = list_parameters(QWEN3)
     arrays = {own.path: np.full(own.shape, i, np.float32) for i, own in enumerate(wanted)}
-    params = nest_by_path(arrays)
+    params = unflatten_dict(arrays)
     state = {"params": params, "optimizer": [{"mu": params}], "step": np.int32(7)}
     with ocp.CheckpointManager(tmp_path / "c") as manager:
         manager.save(

@@ -196,7 +196,7 @@ def test_grouped_products_in_8_bits_are_the_references(sizes):
             for shape, form in zip(shapes, forms, strict=True)
         )
         given = *operands, counts, scale
-        of = GroupedFp8.multiply_groups if len(shapes[1]) == 2 else GroupedFp8.multiply_rows
+        of = GroupedFp8.multiply
         got, want = (
             jit(of, static_argnums=(0, 5))(GroupedFp8(number), *given, dtype)
             for number in (cores, 0)

@@ -40,7 +40,7 @@ def planned(model, monkeypatch, *, shared, tp=1):
     sizes = [f"model.vocab_size={VOCABULARY}", "parallel.pp=2", "parallel.dp=1", "model.n_layers=2"]
     sizes += [f"parallel.vocab_parallel_pp={str(shared).lower()}", f"parallel.tp={tp}"]
     sizes += [f"train.seq_len={LENGTH}", "parallel.schedule=zb_h1"]
-    for cache in ("_traced", "_layers", "_ends"):
+    for cache in ("_traced", "_layers", "_embed_heads"):
         monkeypatch.setattr(f"jaxpipe.planning.costs.{cache}", {})
     monkeypatch.setitem(FAMILIES, "llama", replace(FAMILIES["llama"], model=model))
     plan = resolved(configs.load(SMALL, sizes), platform="cpu")

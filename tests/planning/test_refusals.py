@@ -256,6 +256,10 @@ def test_load_rejects(overrides, message):
         (["parallel.memory_limit=0"], "parallel.memory_limit=0 must be above 0"),
         (["parallel.costs=none.json"], "cannot read op seconds from none.json"),
         (["parallel.schedule=dualpipe", "parallel.pp=3"], "dualpipe needs an even pp"),
+        (
+            ["parallel.schedule=dualpipev", "parallel.pp=2", "train.grad_accum_steps=1"],
+            "dualpipev needs at least 2 pp microbatches",
+        ),
         (["parallel.schedule=zbv", "parallel.pp=4"], "4 layers cannot fill 8 stages"),
         (["parallel.pp=5"], "parallel.pp=5 exceeds model.n_layers=4: .* at most parallel.pp=4"),
         (["parallel.layer_split=[2,1]"], r"layer split \[2, 1\] has 2 entries with sum 3"),

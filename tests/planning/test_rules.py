@@ -25,7 +25,8 @@ CHECKS = [
     "jaxpipe.model.llama4.config",
     "jaxpipe.model.gpt2.config",
 ]
-OF_OPTIONS = {"check_recording"}  # of train --record-routes, and not of settings alone
+# of train --record-routes, and of a run but not of a plan
+OF_OPTIONS = {"check_recording", "check_data_given"}
 
 
 def refusals(function: ast.FunctionDef) -> int:

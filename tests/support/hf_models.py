@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from hf_gpt2 import GPT2
 from hf_moe import QWEN3_MOE, SQUARE_MOE
 from safetensors.numpy import load_file, save_file
 
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
 from jaxpipe.checkpoint.serving import ServingFiles
-from jaxpipe.checkpoint.streaming import StoredCheckpoint, nest_by_path
+from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.contract import Context
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.llama.config import LlamaConfig
@@ -241,7 +242,7 @@ def stored_params(step_directory):
     """Return the tree `{"layers": ..., "embed_head": ...}` of a checkpoint."""
     checkpoint = StoredCheckpoint(step_directory)
     paths = [path for path in checkpoint.leaves if path[0] == "params"]
-    return nest_by_path(dict(zip(paths, checkpoint.read(paths))))["params"]
+    return unflatten_dict(dict(zip(paths, checkpoint.read(paths))))["params"]
 
 
 def our_logits(model, params, tokens_BL, variables=None):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from updates import SETTINGS
 
 from jaxpipe.checkpoint.huggingface import model_settings
 from jaxpipe.checkpoint.naming import list_parameters
-from jaxpipe.checkpoint.streaming import nest_by_path
 from jaxpipe.config import from_builtins
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.planning.checks import check_settings
@@ -91,7 +91,7 @@ def trainer_of(record, layout, optimizer="adamw", **execution):
 
 def staged(trainer, by_path):
     """Return parameters by path as the trainer stores them, in float64."""
-    tree = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nest_by_path(by_path))
+    tree = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), unflatten_dict(by_path))
     layers = [tree["layers"][str(i)] for i in range(len(tree["layers"]))]
     whole = {"embed_head": tree["embed_head"], "layers": trainer.layout.stack(layers)}
     return jax.device_put(trainer.sharding.pad(whole), trainer.sharding.named_shardings(whole))

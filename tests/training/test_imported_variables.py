@@ -3,13 +3,14 @@
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 from msgspec.structs import replace
 from outside.test_deepseek import MODELS
 
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.checkpoint.huggingface import model_settings
 from jaxpipe.checkpoint.naming import list_parameters
-from jaxpipe.checkpoint.streaming import LazyArray, nest_by_path, save_parameters
+from jaxpipe.checkpoint.streaming import LazyArray, save_parameters
 from jaxpipe.config import from_builtins
 from jaxpipe.training.start import start
 from jaxpipe.training.trainer import Trainer
@@ -20,7 +21,7 @@ def imported(directory, model):
     rng, named = np.random.default_rng(0), list_parameters(model)
     values = {one.stored_path: rng.normal(size=one.shape).astype(np.float32) for one in named}
     lazy = {path: LazyArray(x.shape, x.dtype, lambda x=x: x) for path, x in values.items()}
-    save_parameters(directory, nest_by_path(lazy), {})
+    save_parameters(directory, unflatten_dict(lazy), {})
     return values
 
 

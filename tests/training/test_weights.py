@@ -59,7 +59,7 @@ def test_a_run_exports_while_it_trains(tmp_path, capfd):
         checkpoint = tmp_path / "checkpoints" / str(step)
         expected = all_tensors(export(checkpoint, config.model, tmp_path / f"by-hand-{step}"))
         assert all((exported[name] == expected[name]).all() for name in expected)
-        assert f"parameters to {tmp_path}/exports/{step}" in said
+        assert f"parameters of step {step} to {tmp_path}/exports/{step}" in said
     shutil.rmtree(tmp_path / "exports" / "2")
     shutil.rmtree(tmp_path / "checkpoints" / "4")
     (tmp_path / "exports" / "4" / "old").touch()

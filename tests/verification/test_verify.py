@@ -1,6 +1,7 @@
 """`verify`: a right configuration passes, every planted fault is named, a bad one is refused."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -197,3 +198,32 @@ def test_a_reference_that_is_not_finite_proves_nothing(sort):
     broken = Observed(**arrays | {sort: {"a": np.array([1.0, np.nan, 1.0])}})
     worst = {one.what: one.error for one in compare(broken, broken)}
     assert worst[sort] == float("inf")
+
+
+def test_rounding_in_place_of_a_gradient_of_zero_is_no_error():
+    """Adam divides a gradient by its own size, so that rounding moves the parameter."""
+
+    def observed(gradient, update):
+        gradients = {"a": np.ones(3), "b": np.full(3, gradient)}
+        updates = {"a": np.ones(3), "b": np.full(3, update), "frozen": np.zeros(3)}
+        return Observed({}, gradients, updates, {})
+
+    want = observed(0.0, 0.0)
+    assert max(one.error for one in compare(observed(1e-20, 1e-3), want)) < verify.TOLERANCE
+    assert max(one.error for one in compare(observed(1e-3, 1e-3), want)) > verify.TOLERANCE
+    moved = observed(0.0, 0.0)
+    moved.update["frozen"][0] = 1e-3
+    assert max(one.error for one in compare(moved, want)) > verify.TOLERANCE
+
+
+def mean_of_rows(logprobs, rows):
+    """A loss that is no sum over tokens: a row's mean, weighed."""
+    return -(rows["weight"] * logprobs).mean(-1).sum(), jnp.float32(len(logprobs))
+
+
+@pytest.mark.slow
+def test_a_loss_of_whole_rows_is_compared_on_packed_rows(path):
+    own = ["train.loss=test_verify:mean_of_rows", 'train.loss_rows=["weight"]']
+    mesh = ["parallel.pp=1", "parallel.dp=1", "train.grad_accum_steps=2", "model.n_layers=1"]
+    found = verification(path, *own, *mesh, "data.packing=sequential").deviations()
+    assert [one for one in found if not one.error <= verify.TOLERANCE] == []

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from jaxpipe.contract import Context, LayerOutput
-from jaxpipe.model.attention import CausalAttention, append_cache
+from jaxpipe.model.attention import append_cache
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.gpt2.layers import GPT2EmbedHead, GPT2Layer
@@ -21,11 +21,6 @@ class GPT2(CausalDecoder):
     """GPT-2, whose positions are embedded with the tokens."""
 
     config: GPT2Config
-
-    @property
-    def attend(self) -> CausalAttention:
-        """Causal attention, limited to the document."""
-        return CausalAttention(self.sequence, self.config.attention, documents=self.documents)
 
     @property
     def products(self) -> tuple[str, ...]:

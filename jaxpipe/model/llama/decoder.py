@@ -9,7 +9,6 @@ import jax
 from flax import nnx
 
 from jaxpipe.contract import Context, LayerOutput, Names, Rounds, StageFunctions
-from jaxpipe.model.attention import CausalAttention
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.layers import LlamaEmbedHead, LlamaLayer
@@ -27,11 +26,6 @@ class LlamaDecoder(CausalDecoder):
     """A Llama-style decoder, with experts or without; positions rotate queries and keys."""
 
     config: LlamaConfig
-
-    @property
-    def attend(self) -> CausalAttention:
-        """Causal attention, limited to the document; a layer limits it to its window."""
-        return CausalAttention(self.sequence, self.config.attention, documents=self.documents)
 
     @property
     def products(self) -> tuple[str, ...]:
