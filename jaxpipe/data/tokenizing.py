@@ -86,7 +86,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class FileTokenizer:
-    """A `tokenizers.Tokenizer` loaded from a file, and the special ids that it began texts with."""
+    """A `tokenizers.Tokenizer` from a file, and the special ids that the file puts before texts."""
 
     tokenizer: Any
     prefix: tuple[int, ...] = ()
@@ -187,9 +187,7 @@ def read_tokenizer(name: str, content: bytes | None = None) -> Any:
     return tokenizer
 
 
-def describe_tokenizer(
-    name: str, tokenizer: Tokenizer, eod: str, bos: str = "none"
-) -> TokenizerEntry:
+def describe_tokenizer(name: str, tokenizer: Tokenizer, eod: str, bos: str) -> TokenizerEntry:
     """Return the manifest's entry of a tokenizer.
 
     `eod` is the id or the name of the token that ends a document, `none` for no such token, or

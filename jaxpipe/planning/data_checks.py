@@ -14,7 +14,7 @@ def _check_sources(config: Config) -> None:
 
     `data.sources` must each have a path.
 
-    `data.source='file'` needs `data.path`, unless there are `data.sources`; a plan reads neither.
+    `data.source='file'` needs `data.path`, unless there are `data.sources`; a plan needs neither.
 
     `data.path` and `data.heldout_path` need `data.source='file'`; with `data.sources` only the
     latter may be given.

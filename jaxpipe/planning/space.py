@@ -161,14 +161,14 @@ class SearchSpace:
         """Yield the configurations of a mesh by how streams, embedding and head are shared."""
         own, alone = self._own, sizes["pp"] == 1
         streams = dict.fromkeys((True, own.sequence_parallel)) if sizes["tp"] > 1 else [False]
-        shares_vocabulary = [False] if alone or own.defer_ends else [False, True]
+        vocabulary_choices = [False] if alone or own.defer_ends else [False, True]
         if own.vocab_parallel_pp != "auto":
-            shares_vocabulary = self._choose("parallel.vocab_parallel_pp", shares_vocabulary)
+            vocabulary_choices = self._choose("parallel.vocab_parallel_pp", vocabulary_choices)
         heads = {"cp_heads": own.cp_heads if sizes["cp"] == own.cp else 1}
         if "parallel.cp_heads" in self._fixed:
             heads = {}
         for stream in self._choose("parallel.sequence_parallel", streams):
-            for shared in shares_vocabulary:
+            for shared in vocabulary_choices:
                 how = {"sequence_parallel": stream, "vocab_parallel_pp": shared}
                 yield _with(self.config, parallel=sizes | heads | how)
 

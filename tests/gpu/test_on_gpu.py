@@ -196,9 +196,8 @@ def test_grouped_products_in_8_bits_are_the_references(sizes):
             for shape, form in zip(shapes, forms, strict=True)
         )
         given = *operands, counts, scale
-        of = GroupedFp8.multiply
         got, want = (
-            jit(of, static_argnums=(0, 5))(GroupedFp8(number), *given, dtype)
+            jit(GroupedFp8.multiply, static_argnums=(0, 5))(GroupedFp8(number), *given, dtype)
             for number in (cores, 0)
         )
         np.testing.assert_array_equal(np.asarray(got, "float32"), np.asarray(want, "float32"))
