@@ -2,9 +2,10 @@
 
 MODEL is a run's directory, one of its checkpoints, or a model's directory from Hugging Face.
 Without --temperature the most likely token is taken. The text ends at the model's end-of-text
-token, or after --max-tokens. The model is put on one device, or on several with parallel.tp,
-whatever mesh trained it. With parallel.pp or parallel.dp, which may span several processes, there
-is no cache: every token costs a pass over the whole text.
+token, or after --max-tokens. With --chat TEXT is a user's message and the reply is printed, by the
+chat template of the model or of --tokenizer. The model is put on one device, or on several with
+parallel.tp, whatever mesh trained it. With parallel.pp or parallel.dp, which may span several
+processes, there is no cache: every token costs a pass over the whole text.
 
 Exit codes: 0 done; 2 bad input; 3 another process is missing; 130 Ctrl-C.
 """
@@ -28,11 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of("generate", __doc__ or "", paths={"model": MODEL})
     add = parser.add_argument
     add("--prompt", required=True, metavar="TEXT")
+    add("--chat", action="store_true", help="TEXT is a message; print the reply")
     add("--max-tokens", type=int, default=200, metavar="N", help="the most new tokens (200)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0: the most likely token (0)")
     add("--top-p", type=float, default=1.0, metavar="P", help="share of probability to draw from")
     add("--seed", type=int, default=0, help="seed of the sampled tokens (0)")
-    add("--tokenizer", default="", metavar="PATH", help="a tokenizer.json, or 'bytes'")
+    add("--tokenizer", default="", metavar="PATH", help="a tokenizer.json, its folder, or 'bytes'")
 
     def run() -> None:
         arguments = parse(parser, argv)
@@ -56,7 +58,7 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
 
 
 def generate(arguments: argparse.Namespace) -> None:
-    """Print the prompt and its continuation as it is generated; the arguments are those of `main`.
+    """Print a text as it is generated, after its prompt; the arguments are those of `main`.
 
     Raises:
         ConfigError: the model, its tokenizer, the prompt or a setting cannot be used.
@@ -67,18 +69,20 @@ def generate(arguments: argparse.Namespace) -> None:
     from jaxpipe.inference.loaded_model import LoadedModel
     from jaxpipe.inference.sampling import Sampling
     from jaxpipe.inference.saved_model import SavedModel
-    from jaxpipe.inference.text import encode_prompt, tokenizer_of
+    from jaxpipe.inference.text import chat_prompt, encode_prompt, tokenizer_of
 
     saved = SavedModel.open(arguments.model)
     tokenizer = tokenizer_of(saved, arguments.tokenizer)
-    prompt = encode_prompt(saved, tokenizer, arguments.prompt)
+    text, chat = arguments.prompt, arguments.chat
+    text = chat_prompt(saved, arguments.tokenizer, text) if chat else text
+    prompt = encode_prompt(saved, tokenizer, text, special=not chat)
     room = saved.longest - len(prompt) if saved.longest else arguments.max_tokens
     tokens = min(arguments.max_tokens, room)
     longest = len(prompt) + tokens
     config = inference_config(saved.model, arguments.overrides, rows=1, longest=longest)
     check_generation(config)
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
-    shown, ends = "", saved.serving.eos_token_ids
+    shown, ends = tokenizer.decode(prompt) if chat else "", saved.serving.eos_token_ids
 
     def show(made: list[int], *, complete: bool) -> None:
         """Print what is new; a last character that is not complete only if the text is."""

@@ -57,10 +57,21 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         belongs to a message that counts.
         """
         template = _compile(self._source(bool(tools)))
-        variables = self.special_tokens | {"tools": tools or None, "documents": None}
-        render = partial(_render, template.template, variables)
+        render = partial(_render, template.template, self._variables(tools))
         find = _passages_by_tag if template.has_generation_tag else _passages_by_prefixes
         return [passage for passage in find(messages, render) if passage[0]]
+
+    def prompt(self, messages: list[Message]) -> str:
+        """Write a conversation up to where the text of the assistant's next message begins.
+
+        Raises `ValueError` where the template refuses the conversation.
+        """
+        template = _compile(self._source(has_tools=False)).template
+        text = _render(template, self._variables([]), messages, generation_prompt=True)
+        return _MARKS.sub("", text)
+
+    def _variables(self, tools: list[Any]) -> dict[str, Any]:
+        return self.special_tokens | {"tools": tools or None, "documents": None}
 
     def _source(self, has_tools: bool) -> str:
         default = self.sources["default"]

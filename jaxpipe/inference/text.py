@@ -1,13 +1,17 @@
 """Text of a trained model: its tokenizer, and the tokens that end a text."""
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxpipe.checkpoint.serving import TOKENIZER
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.data.chat_templates import find_chat_template, load_chat_template
 from jaxpipe.data.manifest import read_manifest
+from jaxpipe.data.records import Message
 from jaxpipe.data.token_files import find_prepared_folders
 from jaxpipe.data.tokenizing import BYTES, ByteTokenizer, read_tokenizer, tokenizer_file
 from jaxpipe.inference.saved_model import SavedModel
@@ -84,13 +88,41 @@ def _is_of_bytes(config: Config) -> bool:
     return bool(folders) and read_manifest(folders[0]).tokenizer.name == BYTES
 
 
-def encode_prompt(saved: SavedModel, tokenizer: TextTokenizer, text: str) -> list[int]:
+def chat_prompt(saved: SavedModel, given: str, message: str) -> str:
+    """Return a user's message as the chat template writes it, up to where the reply begins.
+
+    Args:
+      saved: the model.
+      given: the tokenizer with the template, as for `tokenizer_of`; "": the model's own.
+      message: of the user, the first of a conversation.
+
+    Raises `ConfigError` where there is no template, or it refuses such a conversation.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        if not given:
+            saved.serving.write(Path(folder))
+        name = given or str(Path(folder) / TOKENIZER)
+        if find_chat_template(name) is None:
+            raise ConfigError(
+                f"{given or saved.place} has no chat template: give --tokenizer a directory that "
+                f"has one, or leave out --chat."
+            )
+        template = load_chat_template(name)
+    try:
+        return template.prompt([Message({"role": "user", "content": message}, counts=False)])
+    except ValueError as error:
+        raise ConfigError(f"{error}: leave out --chat.") from error
+
+
+def encode_prompt(
+    saved: SavedModel, tokenizer: TextTokenizer, text: str, *, special: bool = True
+) -> list[int]:
     """The ids of a prompt, from which at least one token can be generated.
 
-    Raises `ConfigError` where there is no token, an id is not of the model, or the prompt is longer
-    than the model.
+    `special` says whether the tokenizer's special tokens are added. Raises `ConfigError` where
+    there is no token, an id is not of the model, or the prompt is longer than the model.
     """
-    ids = tokenizer.encode(text)
+    ids = tokenizer.encode(text, special=special)
     if not ids:
         raise ConfigError("the prompt has no token: give --prompt at least one character.")
     if max(ids) >= saved.model.vocab_size:

@@ -20,7 +20,7 @@ from texts import prepared
 from jaxpipe.config import ConfigError
 from jaxpipe.data.chat_templates import ChatTemplate, load_chat_template
 from jaxpipe.data.packing import pack_documents
-from jaxpipe.data.records import Passages, RecordConverter
+from jaxpipe.data.records import Message, Passages, RecordConverter
 from jaxpipe.data.samples import PackedSamples
 from jaxpipe.data.token_files import open_documents
 from jaxpipe.data.tokenizing import load_tokenizer
@@ -161,6 +161,16 @@ def compare_with_transformers(folder: Path, examples: int) -> None:
 @pytest.mark.parametrize("examples", [60, pytest.param(500, marks=pytest.mark.slow)])
 def test_ids_and_masks_are_those_of_transformers(model: Path, examples: int) -> None:
     compare_with_transformers(model, examples)
+
+
+def test_a_prompt_is_that_of_transformers(model: Path) -> None:
+    """It ends where the reply begins; with a reply before it, the template's marks are left out."""
+    transformers = pytest.importorskip("transformers")
+    library = transformers.AutoTokenizer.from_pretrained(model)
+    for messages in ([says("user", "hi")], [*CHAT[-2:], says("user", " and then?")]):
+        theirs = library.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ours = [Message(values, counts=False) for values in messages]
+        assert load_chat_template(str(model)).prompt(ours) == theirs
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3", "deepseekv3", "gptoss"])

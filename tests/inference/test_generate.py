@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -137,6 +139,40 @@ def test_a_run_speaks_and_its_export_says_the_same(tmp_path, capsys):
     first = made.index(stop)
     expected = bytes([*b"def ", *made[:first]]).decode(errors="replace")
     assert capsys.readouterr().out == expected + "\n"
+
+
+def test_a_chat_model_replies_as_in_transformers(tmp_path, capsys):
+    """Only the reply is printed; the tokenizer adds no second start to that of the template."""
+    theirs, directory = published("mistral")
+    shutil.copytree(directory, folder := tmp_path / "model")
+    words = {"<s>": 0} | {chr(number): number for number in range(1, 96)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=" "))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    made.add_special_tokens(["<s>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        "<s> $0", special_tokens=[("<s>", 0)]
+    )
+    made.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    )
+    library = transformers.AutoTokenizer.from_pretrained(folder)
+    chat = [{"role": "user", "content": "HOW"}]
+    ids = library.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    assert ids == [0, *b"[HOW]"]
+    assert main([str(folder), "--chat", "--prompt", "HOW", "--max-tokens", "9"]) == 0
+    reply = library.decode(greedy(theirs, ids, 9), skip_special_tokens=True)
+    assert capsys.readouterr().out == reply + "\n"
+
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('a system message first') }}")
+    assert main([str(folder), "--chat", "--prompt", "HOW"]) == 2
+    assert "(a system message first): leave out --chat." in capsys.readouterr().err
+    (folder / "chat_template.jinja").unlink()
+    assert main([str(folder), "--chat", "--prompt", "HOW"]) == 2
+    assert f"{folder} has no chat template: give --tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
