@@ -6,8 +6,9 @@ Exit codes: 0 done; 1 stopped at a non-finite loss or gradient or at loss spikes
 this process or another, out of memory, or run.dir is in use by another run; 3 another process of
 the run has exited or never connected; 4 the run ended but its last step could not be saved; 5 the
 run hung, with a sentence on the process that is stuck (runtime.hang_timeout); 6 a device computes
-wrong numbers (train.corruption_check_every); 128 + n stopped by signal n (129: SIGHUP, 130: Ctrl-C,
-138: SIGUSR1, 143: SIGTERM), after the step in progress was finished and saved.
+wrong numbers (train.corruption_check_every); 7 storage did not answer at the start; 128 + n stopped
+by signal n (129: SIGHUP, 130: Ctrl-C, 138: SIGUSR1, 143: SIGTERM), after the step in progress was
+finished and saved.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from jaxpipe.runtime.arrival import arriving
 from jaxpipe.runtime.devices import check_devices
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.runtime.storage import AnyPath, open_path
+from jaxpipe.runtime.storage_errors import does_not_answer
 from jaxpipe.schedule import ScheduleError
 
 if TYPE_CHECKING:
@@ -83,10 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         processes.finish()
         return code
     except (ConfigError, ScheduleError) as error:
+        code = 7 if does_not_answer(error) else 2
         if processes.several():
-            processes.leave(2, str(error))
+            processes.leave(code, str(error))
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return code
     except processes.NotMetError as error:
         print(f"error: {error}", file=sys.stderr)
         return 3

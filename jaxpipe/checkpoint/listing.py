@@ -2,7 +2,8 @@
 
 from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import is_address
-from jaxpipe.runtime.storage import COMMIT, AnyPath, absolute, as_os_errors
+from jaxpipe.runtime.storage import COMMIT, AnyPath, absolute
+from jaxpipe.runtime.storage_errors import as_os_errors
 
 
 def find_newest(path: AnyPath, name: str, others: str = "") -> AnyPath:

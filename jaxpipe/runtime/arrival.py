@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from jaxpipe.runtime import processes, storage
 from jaxpipe.runtime.directory import remove_with_folders
+from jaxpipe.runtime.storage_errors import as_os_errors
 
 SECONDS = 280.0  # until the others are given up; jax aborts at 300
 _FOLDER = "arrived"  # in the run directory
@@ -45,7 +46,7 @@ def arriving(directory: storage.AnyPath) -> Iterator[None]:
 
 def _give_up(folder: storage.AnyPath, meeting: processes.Meeting) -> None:
     came, own = {meeting.index: socket.gethostname()}, folder / str(meeting.index)
-    with contextlib.suppress(OSError), storage.as_os_errors():
+    with contextlib.suppress(OSError), as_os_errors():
         # Files of an earlier start are older: its processes, too, waited so long before they left.
         oldest = storage.modified(own) - SECONDS
         found = [path for path in folder.iterdir() if path.name.isdecimal()]

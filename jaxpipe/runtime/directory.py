@@ -17,7 +17,8 @@ from pathlib import Path
 from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import is_address
 from jaxpipe.runtime import processes
-from jaxpipe.runtime.storage import AnyPath, as_os_errors
+from jaxpipe.runtime.storage import AnyPath
+from jaxpipe.runtime.storage_errors import as_os_errors
 
 Say = Callable[[str], None]
 LOCK = ".lock"  # name of the lock file in a run directory

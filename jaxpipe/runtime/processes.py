@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime.coordination import SILENT_SECONDS, Service, Watch
+from jaxpipe.runtime.storage_errors import does_not_answer
 
 
 class NotMetError(Exception):
@@ -147,10 +148,15 @@ def posted(key: str) -> dict[int, str]:
     return _met[0].service.numbered(key) if several() else {}
 
 
-def refuse(reason: str) -> None:
-    """Raise `ConfigError` in all processes if one gives a reason; "" is none. All call it."""
-    if reason := next(filter(None, gather("refuse", reason)), ""):
-        raise ConfigError(reason)
+def refuse(reason: str, cause: BaseException | None = None) -> None:
+    """Raise `ConfigError` in all processes if one gives a reason; "" is none. All call it.
+
+    If the cause is in one process that storage does not answer, it is so in all.
+    """
+    reason = next(filter(None, gather("refuse", reason)), "")
+    unanswered = largest(int(does_not_answer(cause)))
+    if reason:
+        raise ConfigError(reason) from (cause or (ConnectionError(reason) if unanswered else None))
 
 
 def devices_of_host() -> int:

@@ -18,6 +18,7 @@ from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import is_address
 from jaxpipe.runtime import processes, storage
 from jaxpipe.runtime.directory import LOCK, WriteGuard
+from jaxpipe.runtime.storage_errors import as_os_errors, describe_no_answer, does_not_answer
 
 _PERIOD = 15.0  # least seconds between uploads in the background
 _SHARE = 20  # an upload takes at most one part in so many of the time
@@ -55,15 +56,18 @@ class Spool:
 
     def __enter__(self) -> "Spool":
         if self._address:
-            reason = ""
+            reason, cause = "", None
             try:
                 storage.check_store("run.dir", self._address)
                 self._begin()
             except ConfigError as error:
-                reason = str(error)
+                reason, cause = str(error), error
             except OSError as error:
-                reason = f"run.dir={self._address!r} cannot be read ({error.strerror}): remove it."
-            processes.refuse(reason)
+                what, cause = f"run.dir={self._address!r}", error
+                reason = f"{what} cannot be read ({error.strerror}): remove it."
+                if does_not_answer(error):
+                    reason = describe_no_answer(what, error)
+            processes.refuse(reason, cause)
             threading.Thread(target=self._work, name="spool", daemon=True).start()
         return self
 
@@ -91,7 +95,7 @@ class Spool:
 
     def read_shared(self, folder: str) -> list[str]:
         """The texts of all .json files in a folder of the run directory, of all processes."""
-        with storage.as_os_errors():
+        with as_os_errors():
             return [path.read_text() for path in (self.shared / folder).glob("*.json")]
 
     @property

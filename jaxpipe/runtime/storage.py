@@ -13,7 +13,6 @@ A path is a `pathlib.Path` on a disk, for which every function here does what `p
 """
 
 import contextlib
-import errno
 import fcntl
 import functools
 import hashlib
@@ -27,8 +26,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxpipe.config import ConfigError, first_line
+from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import is_address
+from jaxpipe.runtime.storage_errors import as_os_errors, describe_no_answer, does_not_answer
 
 AnyPath = Any  # `Path`, or `epath.Path`, which has the methods of `Path` that are used on it
 COMMIT = "commit_success.txt"  # Orbax writes it into a complete checkpoint, after all other files
@@ -56,21 +56,6 @@ def absolute(path: AnyPath) -> AnyPath:
     return path if is_address(path) else path.absolute()
 
 
-@contextlib.contextmanager
-def as_os_errors() -> Iterator[None]:
-    """Raise errors of stores, which have no common base, as `OSError` with a `strerror`."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except OSError as error:
-        if error.strerror is None:
-            raise type(error)(error.errno or errno.EIO, first_line(error)) from error
-        raise
-    except Exception as error:
-        raise OSError(errno.EIO, f"{type(error).__name__}: {first_line(error)}") from error
-
-
 def check_store(name: str, address: str) -> None:
     """Raise `ConfigError` if files cannot be written at an address.
 
@@ -85,6 +70,8 @@ def check_store(name: str, address: str) -> None:
         fault = f"there is no bucket {address.split('/')[2]!r}; create it, or correct the address."
         raise ConfigError(f"{name}={address!r} cannot be written: {fault}") from error
     except OSError as error:
+        if does_not_answer(error):
+            raise ConfigError(describe_no_answer(f"{name}={address!r}", error)) from error
         raise ConfigError(
             f"{name}={address!r} cannot be written ({error.strerror}): give this process "
             f"credentials that may write there, by the variables or files of the store's own "
@@ -249,6 +236,8 @@ def local_copy(text: str | os.PathLike[str]) -> Path:
                 partial.rename(copy)
         return copy / name
     except OSError as error:
+        if does_not_answer(error):
+            raise ConfigError(describe_no_answer(text, error)) from error
         raise ConfigError(
             f"{text} cannot be copied to this machine ({error.strerror}): see that it can be read "
             f"with this process's credentials, and that the disk has room."

@@ -39,7 +39,7 @@ def test_exit_codes():
     assert action(exit_code=143) == "RestartJobSetAndIgnoreMaxRestarts"
     assert action(exit_code=143, condition="DisruptionTarget") == action(exit_code=143)
     assert action(exit_code=137, condition="DisruptionTarget") == action(exit_code=143)
-    for code in (1, 3, 4, 134, 137, 139):
+    for code in (1, 3, 4, 7, 134, 137, 139):
         assert action(exit_code=code) == "RestartJobSet"
     assert (JOB["backoffLimit"], POD["restartPolicy"]) == (0, "Never")
 

@@ -258,6 +258,7 @@ def test_processes_with_directories_of_their_own_do_not_begin(tmp_path, monkeypa
     monkeypatch.setattr(processes, "several", lambda: True)
     monkeypatch.setattr(processes, "place", lambda: (1, 2))
     monkeypatch.setattr(processes, "gather", lambda name, text: ["", text])
+    monkeypatch.setattr(processes, "largest", lambda value: value)
     monkeypatch.setattr(processes, "first", lambda: False)
     monkeypatch.setattr(processes, "from_first", lambda name, text_of: ".shared-0")
     with pytest.raises(
