@@ -71,5 +71,7 @@ def test_all_processes_end_so_where_one_gets_no_answer():
         for index, environment in enumerate(environments)
     ]
     (first, said), (second, also) = ends(group)
-    assert (first, second) == (7, 7), said + also
-    assert "does not answer (EndpointConnectionError: " in said
+    # The one that leaves first may end the other with 3, after which it is restarted, too.
+    assert 7 in (first, second), said + also
+    assert {first, second} <= {3, 7}, said + also
+    assert "does not answer (EndpointConnectionError: " in said + also
