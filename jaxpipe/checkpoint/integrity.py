@@ -19,7 +19,6 @@ import xxhash
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime import processes, storage
 from jaxpipe.runtime.storage import AnyPath
-from jaxpipe.runtime.storage_errors import does_not_answer
 
 Meta = dict[str, Any]
 FORMAT = 2  # incremented when the keys on disk change (`disk_keys.py`)
@@ -161,7 +160,7 @@ def succeed_on_all_processes(checkpoint: AnyPath, checked: bool = True) -> Itera
     worst = processes.largest(2 if damaged else int(problem is not None))
     if worst == 2:
         raise problem if damaged else DamagedError("another process found it damaged")
-    unanswered = processes.largest(int(does_not_answer(problem)))
+    cause = processes.cause_in_all(problem)
     if isinstance(problem, ConfigError):
         raise problem
     if worst:
@@ -171,7 +170,7 @@ def succeed_on_all_processes(checkpoint: AnyPath, checked: bool = True) -> Itera
         raise ConfigError(
             f"checkpoint {checkpoint} cannot be read ({reason}), which does not show that it is "
             f"damaged: nothing was changed; remove the cause, or take another checkpoint."
-        ) from (problem or (ConnectionError(reason) if unanswered else None))
+        ) from cause
 
 
 def _checksum_of(meta: Meta) -> str:

@@ -151,12 +151,20 @@ def posted(key: str) -> dict[int, str]:
 def refuse(reason: str, cause: BaseException | None = None) -> None:
     """Raise `ConfigError` in all processes if one gives a reason; "" is none. All call it.
 
-    If the cause is in one process that storage does not answer, it is so in all.
+    The exit code is the same in all, by `cause_in_all`.
     """
-    reason = next(filter(None, gather("refuse", reason)), "")
-    unanswered = largest(int(does_not_answer(cause)))
+    reason, cause = next(filter(None, gather("refuse", reason)), ""), cause_in_all(cause)
     if reason:
-        raise ConfigError(reason) from (cause or (ConnectionError(reason) if unanswered else None))
+        raise ConfigError(reason) from cause
+
+
+def cause_in_all(error: BaseException | None) -> BaseException | None:
+    """This process's error; without one, another's if that is that storage does not answer.
+
+    All call it: they end with the same exit code then.
+    """
+    unanswered = largest(int(does_not_answer(error)))
+    return error or (ConnectionError("in another process") if unanswered else None)
 
 
 def devices_of_host() -> int:

@@ -18,7 +18,7 @@ from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import is_address
 from jaxpipe.runtime import processes, storage
 from jaxpipe.runtime.directory import LOCK, WriteGuard
-from jaxpipe.runtime.storage_errors import as_os_errors, describe_no_answer, does_not_answer
+from jaxpipe.runtime.storage_errors import as_os_errors, describe
 
 _PERIOD = 15.0  # least seconds between uploads in the background
 _SHARE = 20  # an upload takes at most one part in so many of the time
@@ -64,9 +64,8 @@ class Spool:
                 reason, cause = str(error), error
             except OSError as error:
                 what, cause = f"run.dir={self._address!r}", error
-                reason = f"{what} cannot be read ({error.strerror}): remove it."
-                if does_not_answer(error):
-                    reason = describe_no_answer(what, error)
+                otherwise = f"{what} cannot be read ({error.strerror}): remove it."
+                reason = describe(error, what, otherwise)
             processes.refuse(reason, cause)
             threading.Thread(target=self._work, name="spool", daemon=True).start()
         return self

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import is_address
-from jaxpipe.runtime.storage_errors import as_os_errors, describe_no_answer, does_not_answer
+from jaxpipe.runtime.storage_errors import as_os_errors, describe
 
 AnyPath = Any  # `Path`, or `epath.Path`, which has the methods of `Path` that are used on it
 COMMIT = "commit_success.txt"  # Orbax writes it into a complete checkpoint, after all other files
@@ -70,13 +70,13 @@ def check_store(name: str, address: str) -> None:
         fault = f"there is no bucket {address.split('/')[2]!r}; create it, or correct the address."
         raise ConfigError(f"{name}={address!r} cannot be written: {fault}") from error
     except OSError as error:
-        if does_not_answer(error):
-            raise ConfigError(describe_no_answer(f"{name}={address!r}", error)) from error
-        raise ConfigError(
-            f"{name}={address!r} cannot be written ({error.strerror}): give this process "
-            f"credentials that may write there, by the variables or files of the store's own "
-            f"tools, and AWS_ENDPOINT_URL for a store that is not Amazon's."
-        ) from error
+        what = f"{name}={address!r}"
+        otherwise = (
+            f"{what} cannot be written ({error.strerror}): give this process credentials that may "
+            f"write there, by the variables or files of the store's own tools, and "
+            f"AWS_ENDPOINT_URL for a store that is not Amazon's."
+        )
+        raise ConfigError(describe(error, what, otherwise)) from error
 
 
 def probe(directory: AnyPath) -> None:
@@ -236,12 +236,11 @@ def local_copy(text: str | os.PathLike[str]) -> Path:
                 partial.rename(copy)
         return copy / name
     except OSError as error:
-        if does_not_answer(error):
-            raise ConfigError(describe_no_answer(text, error)) from error
-        raise ConfigError(
+        otherwise = (
             f"{text} cannot be copied to this machine ({error.strerror}): see that it can be read "
             f"with this process's credentials, and that the disk has room."
-        ) from error
+        )
+        raise ConfigError(describe(error, text, otherwise)) from error
 
 
 @contextlib.contextmanager

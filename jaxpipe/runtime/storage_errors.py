@@ -42,8 +42,10 @@ def does_not_answer(error: BaseException | None) -> bool:
     )
 
 
-def describe_no_answer(what: str, error: OSError) -> str:
-    """Return the sentence for the user, which begins with `what`."""
+def describe(error: OSError, what: str, otherwise: str) -> str:
+    """Return the sentence for the user: that `what` does not answer, or else `otherwise`."""
+    if not does_not_answer(error):
+        return otherwise
     return (
         f"{what} does not answer ({error.strerror}): see that this machine reaches it, and start "
         f"the same command again."
