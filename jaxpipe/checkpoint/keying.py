@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpipe.checkpoint.handler import UnpaddedArray
 from jaxpipe.parallel import (
@@ -27,7 +27,7 @@ from jaxpipe.parallel import (
     is_stage_stacked,
     map_stage_stacked,
 )
-from jaxpipe.pipeline.buffers import to_device
+from jaxpipe.pipeline.buffers import HOST, to_device, to_host
 
 Tree = Any
 Index = tuple[int, ...]  # of a layer in the arrays of its run (`place_of`); (): of no layer
@@ -85,14 +85,15 @@ class StateKeying:
     def restore_args(self, state: Tree) -> Tree:
         """Orbax restore arguments that read the keyed form with this layout's padding and devices.
 
-        `state` may hold arrays or shapes, in stage-stacked form.
+        `state` may hold arrays or shapes, in stage-stacked form. What its shardings keep in host
+        memory is read into host memory.
         """
         return self._map(
             state,
             lambda leaf, stored, index: _restore_args(
                 leaf.shape[len(index) :],
                 leaf.dtype,
-                self._rank_sharding(stored.partition_spec, index),
+                self._rank_sharding(stored.partition_spec, index, leaf.sharding),
             ),
             lambda leaf: _restore_args(
                 leaf.shape, leaf.dtype, NamedSharding(self.mesh, PartitionSpec())
@@ -173,10 +174,16 @@ class StateKeying:
         """The mesh on which the stage-stacked state is stored."""
         return self.sharding.mesh
 
-    def _rank_sharding(self, spec: PartitionSpec, index: Index) -> NamedSharding:
-        """The sharding of a layer's leaf over the devices of its pipeline rank; (): over all."""
+    def _rank_sharding(
+        self, spec: PartitionSpec, index: Index, like: NamedSharding | None = None
+    ) -> NamedSharding:
+        """The sharding of a layer's leaf over the devices of its pipeline rank; (): over all.
+
+        In the kind of memory of `like`, if given.
+        """
         devices = self.mesh.devices[index[0] :][:1] if index else self.mesh.devices
-        return NamedSharding(Mesh(devices, self.mesh.axis_names), spec)
+        memory = like.memory_kind if like else None
+        return NamedSharding(Mesh(devices, self.mesh.axis_names), spec, memory_kind=memory)
 
     def _of_rank(self, row: jax.Array, index: Index) -> jax.Array:
         """A layer, from an array of `_take_rows`, as an array on its pipeline rank's devices."""
@@ -215,7 +222,9 @@ class StateKeying:
 
     def _stack(self, leaves: Sequence[dict[Index, jax.Array]], specs: Specs) -> list[jax.Array]:
         """Stack layers into leaves of a run and delete them; places without a layer hold zeros."""
-        stacked = _stack_rows(self.mesh, list(map(self._rows, leaves, specs)), specs)
+        rows = list(map(self._rows, leaves, specs))
+        on_host = tuple(places[0].sharding.memory_kind == HOST for places in rows)
+        stacked = _stack_rows(self.mesh, rows, specs, on_host)
         for layer in (layer for layers in leaves for layer in layers.values()):
             layer.delete()
         return stacked
@@ -223,7 +232,8 @@ class StateKeying:
     def _rows(self, layers: dict[Index, jax.Array], spec: PartitionSpec) -> list[jax.Array]:
         """The layers of a leaf, as an array of `_take_rows` for each layer slot."""
         index, like = next(iter(layers.items()))
-        sharding = NamedSharding(self.mesh, PartitionSpec(*spec[len(index) :]))
+        memory = like.sharding.memory_kind
+        sharding = NamedSharding(self.mesh, PartitionSpec(*spec[len(index) :]), memory_kind=memory)
         blank = np.zeros(sharding.shard_shape(like.shape), like.dtype)
         places: dict[Index, dict[jax.Device, jax.Array]] = {}
         for index, layer in layers.items():
@@ -232,7 +242,9 @@ class StateKeying:
 
         def row(own: dict[jax.Device, jax.Array]) -> jax.Array:
             shards = [
-                own[device] if device in own else jax.device_put(blank, device)
+                jax.device_put(
+                    own.get(device, blank), SingleDeviceSharding(device, memory_kind=memory)
+                )
                 for device in sharding.addressable_devices
             ]
             return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
@@ -256,16 +268,22 @@ def _take_rows(place: Index, mesh: Mesh, leaves: list[jax.Array], specs: Specs) 
     )(to_device(leaves), place)  # moments may be in host memory (`train.offload_moments`)
 
 
-@partial(jax.jit, static_argnames=("mesh", "specs"))
-def _stack_rows(mesh: Mesh, rows: list[list[jax.Array]], specs: Specs) -> list[jax.Array]:
-    """The leaves of a run `[P, ...]` or `[P, n, ...]`, from the arrays of its layer slots."""
-    return jax.shard_map(
+@partial(jax.jit, static_argnames=("mesh", "specs", "on_host"))
+def _stack_rows(
+    mesh: Mesh, rows: list[list[jax.Array]], specs: Specs, on_host: tuple[bool, ...]
+) -> list[jax.Array]:
+    """The leaves of a run `[P, ...]` or `[P, n, ...]`, from the arrays of its layer slots.
+
+    `on_host`: which leaves stay in host memory.
+    """
+    leaves = jax.shard_map(
         lambda rows: [(jnp.stack(leaf) if len(leaf) > 1 else leaf[0])[None] for leaf in rows],
         mesh=mesh,
         in_specs=([PartitionSpec(*spec[1 + (len(rows[0]) > 1) :]) for spec in specs],),
         out_specs=list(specs),
         check_vma=False,
-    )(rows)
+    )(to_device(rows))
+    return [to_host(leaf) if stays else leaf for leaf, stays in zip(leaves, on_host)]
 
 
 @cache

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import xxhash
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxpipe.checkpoint.exclusion import leaves_by_name
 from jaxpipe.checkpoint.integrity import (
@@ -158,7 +158,12 @@ def assemble(target: Any, parts: Sequence[tuple[Shard, Callable[[], bytes]]]) ->
         values = np.frombuffer(read(), jnp.dtype(shard.dtype)).reshape(shard.sizes)
         for bounds, both in overlaps.items():
             blocks[bounds][_within(both, bounds)] = values[_within(both, shard.bounds)]
-    arrays = [jax.device_put(blocks[bounds], device) for device, bounds in places.items()]
+    arrays = [
+        jax.device_put(
+            blocks[bounds], SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        )
+        for device, bounds in places.items()
+    ]
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
 
 

@@ -164,10 +164,6 @@ def lower_step(trainer: Trainer, platform: str = "cuda") -> tuple[str, jax.stage
     Returns:
       its name in the run, and the lowered program.
     """
-    state = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        trainer.state_shapes, trainer.state_shardings,
-    )  # fmt: skip
     batch, steps = trainer.sharder.shapes(trainer.config.train.seq_len), FusedSteps(trainer)
     batch = {
         name: jax.ShapeDtypeStruct(
@@ -179,7 +175,7 @@ def lower_step(trainer: Trainer, platform: str = "cuda") -> tuple[str, jax.stage
     program = steps.train_steps if steps.count > 1 else trainer.train_step
     # Kernels ask for the default device's kind while they are traced.
     with jax.default_device(trainer.mesh.devices.flat[0]):
-        traced = program.trace(state, batch)
+        traced = program.trace(trainer.state_shapes, batch)
     return name, traced.lower(lowering_platforms=(platform,))
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 Tree = Any
+HOST = "pinned_host"  # memory kind of arrays in host memory that devices copy from
 
 _get = partial(lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False)
 _set = partial(lax.dynamic_update_index_in_dim, axis=0, allow_negative_indices=False)

@@ -10,12 +10,11 @@ from jaxpipe.parallel import map_stage_stacked
 from jaxpipe.pipeline import buffers
 
 Tree = Any
-HOST = "pinned_host"
 
 
 def kept_on_host(shardings: Tree) -> Tree:
     """Shardings of an optimizer state with its moments in host memory."""
-    return _of_moments(lambda sharding: sharding.with_memory_kind(HOST), shardings)
+    return _of_moments(lambda sharding: sharding.with_memory_kind(buffers.HOST), shardings)
 
 
 def fetched(moments: Tree, after: jax.Array) -> tuple[Tree, jax.Array]:

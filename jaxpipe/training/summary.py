@@ -10,8 +10,8 @@ from rich.text import Text
 
 from jaxpipe.config import Config
 from jaxpipe.config.units import readable_bytes
+from jaxpipe.pipeline.buffers import HOST
 from jaxpipe.schedule import SimulationReport, Tables, draw_timeline, simulate
-from jaxpipe.training.moments import HOST
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
@@ -89,8 +89,8 @@ def _stage_table(trainer: Trainer, tables: Tables) -> Table:
     shapes, pp = trainer.state_shapes, trainer.config.parallel.pp
     planned = trainer.plan.memory
     per_rank = {
-        "parameters": _bytes_per_rank(shapes.params, trainer.state_shardings.params),
-        "optimizer": _bytes_per_rank(shapes.optimizer, trainer.state_shardings.optimizer),
+        "parameters": _bytes_per_rank(shapes.params),
+        "optimizer": _bytes_per_rank(shapes.optimizer),
         "activations": planned.activations,
     }
     if planned.host:
@@ -121,15 +121,10 @@ def _stages_of(trainer: Trainer, rank: int) -> list[str]:
     return [*stages, "shard of the vocabulary"] if shared else stages
 
 
-def _bytes_per_rank(shapes: Tree, shardings: Tree) -> int:
+def _bytes_per_rank(shapes: Tree) -> int:
     """Bytes of one device's shards, without arrays in host memory."""
-    local = jax.tree.map(
-        lambda leaf, sharding: (
-            (sharding.memory_kind != HOST)
-            * math.prod(sharding.shard_shape(leaf.shape))
-            * leaf.dtype.itemsize
-        ),
-        shapes,
-        shardings,
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(shapes)
+        if leaf.sharding.memory_kind != HOST
     )
-    return sum(jax.tree.leaves(local))

@@ -139,7 +139,14 @@ class Trainer:
 
     @cached_property
     def state_shapes(self) -> State:
-        """Shapes and dtypes of the state."""
+        """Shapes, dtypes and shardings of the state."""
+        return jax.tree.map(
+            lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how),
+            self._unplaced_shapes, self.state_shardings,
+        )  # fmt: skip
+
+    @cached_property
+    def _unplaced_shapes(self) -> State:
         return jax.eval_shape(self._init)
 
     @cached_property
@@ -147,7 +154,7 @@ class Trainer:
         """Shardings of the state: moments like parameters, all other arrays replicated."""
         replicated = NamedSharding(self.mesh, PartitionSpec())
         every = map_stage_stacked(
-            self.sharding.named_shardings, self.state_shapes, lambda leaf: replicated
+            self.sharding.named_shardings, self._unplaced_shapes, lambda leaf: replicated
         )
         if self.config.train.offload_moments:
             every = every._replace(optimizer=moments.kept_on_host(every.optimizer))
@@ -188,8 +195,10 @@ class Trainer:
     def unplaced(self, params: Tree) -> State:
         """The state of step 0 without shardings; pure, for use within compiled functions."""
         variables = jax.tree.map(jnp.asarray, self.model.functions.variables)
-        guard = StepGuard.fresh(self.config.train)
-        return State(params, self.optimizer.init(params), jnp.int32(0), variables, guard)
+        guard, optimizer = StepGuard.fresh(self.config.train), self.optimizer.init(params)
+        if self.config.train.offload_moments:
+            optimizer = moments.returned(optimizer)
+        return State(params, optimizer, jnp.int32(0), variables, guard)
 
     @cached_property
     def train_step(self) -> Any:

@@ -12,6 +12,7 @@ from commands import SMALL, losses
 from routed import restored, run, trainer_of
 
 from jaxpipe import config as configs
+from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.parallel import is_stage_stacked
 from jaxpipe.planning import Devices, arrange
 from jaxpipe.planning.memory import rank_bytes
@@ -46,6 +47,25 @@ def test_a_step_leaves_moments_where_they_were(name):
         assert memories([rest, state.params, state.step]) == {"device"}
         made[away] = jax.tree.map(np.asarray, state), trainer.eval_step(state, trainer.put(batch))
     jax.tree.map(np.testing.assert_array_equal, made[True], made[False])
+
+
+def test_a_new_state_and_a_restored_one_have_them_there(tmp_path):
+    """Not only by name: a jitted function that returns them without a copy leaves them there."""
+    trainer = Trainer.resolve(configs.load(SMALL, [*SIZES, AWAY]), tuple(jax.devices()[:2]))
+    traced = jax.make_jaxpr(trainer.unplaced, return_shape=True)(trainer.state_shapes.params)
+    spaces = [aval.memory_space for aval in traced[0].out_avals]
+    nodes = jax.tree.unflatten(jax.tree.structure(traced[1]), spaces).optimizer
+    stacked = [
+        one for one in jax.tree.leaves(nodes, is_leaf=is_stage_stacked) if is_stage_stacked(one)
+    ]
+    assert {*jax.tree.leaves(stacked)} == {jax.memory.Space.Host}
+    keying = StateKeying(trainer.layout, trainer.sharding)
+    with CheckpointStore(tmp_path, keep=1, asynchronous=False, keying=keying) as checkpoints:
+        checkpoints.save(0, trainer.init(), {})
+        parts, _ = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
+    moments = jax.tree.leaves(parts["optimizer"], is_leaf=is_stage_stacked)
+    assert memories([one for one in moments if is_stage_stacked(one)]) == {"pinned_host"}
+    assert memories(parts["params"]) == {"device"}
 
 
 @pytest.mark.slow
