@@ -13,6 +13,7 @@ from oracles.fp8 import emulated
 
 from jaxpipe import config as configs
 from jaxpipe.bench import train
+from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.contract import Context
 from jaxpipe.model.attention import CachedKeys, CausalAttention
 from jaxpipe.model.blocks import KeyRange, PlainBlocks
@@ -67,6 +68,35 @@ def test_bfloat16_with_the_fused_attention_learns():
     assert found["losses"][1] < found["losses"][0]
     assert found["peak_memory_bytes"] > 4 * found["parameters"]
     assert jnp.isfinite(found["step_seconds"])
+
+
+def test_moments_on_the_host_take_no_memory_of_the_device(tmp_path):
+    """Those of a new state, of a restored one, and after a step."""
+    trainer = Trainer.resolve(configs.load(SMALL, [*SIZES, "train.offload_moments=true"]))
+    keying = StateKeying(trainer.layout, trainer.sharding)
+
+    def taken(before: int) -> int:
+        return jax.devices()[0].memory_stats()["bytes_in_use"] - before
+
+    def check(state):
+        jax.block_until_ready(state)
+        parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
+        assert parameters <= taken(before) < 1.2 * parameters
+        jax.tree.map(lambda leaf: leaf.delete(), state)
+
+    ids = np.ones((4, 2, 256), np.int32)
+    batch = trainer.put({"inputs": ids, "targets": ids})
+    before = taken(0)
+    state = trainer.init()
+    with CheckpointStore(tmp_path, keep=1, asynchronous=False, keying=keying) as checkpoints:
+        checkpoints.save(0, state, {})
+        check(state)
+        parts, _ = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
+    check(trainer.state_of(parts))
+    del parts
+    state, metrics = trainer.train_step(trainer.init(), batch)
+    del metrics
+    check(state)
 
 
 @pytest.mark.parametrize("history", [0, 3], ids=["current", "delayed"])

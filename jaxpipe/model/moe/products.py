@@ -5,7 +5,6 @@ the last group give zeros.
 """
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
@@ -164,8 +163,10 @@ def _missing_reason(device: Any, config: MixtureConfig, dtype: jnp.dtype, tp: in
     widths = _widths(config, tp)
     if not _is_hopper(device):
         return f"tokamax's kernels for both gradients are for Hopper GPUs, not {device.device_kind}"
-    if find_spec("tokamax") is None:
-        return "install tokamax (pip install 'jaxpipe[experts]')"
+    try:
+        import tokamax  # noqa: F401
+    except ImportError as error:  # of a package that tokamax needs, too
+        return f"install tokamax (pip install 'jaxpipe[experts]'): {error}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"tokamax's kernel is for 16-bit floats, not train.compute_dtype={dtype}: change it"
     if any(width % _STEP for width in widths):
