@@ -107,12 +107,18 @@ class RingStore:
     def read(
         self, rings: tuple[jax.Array, ...], use: str, slot: jax.Array, layer: Index
     ) -> tuple[Any, ...]:
-        """Read the values of a layer in one slot of a use, into device memory."""
+        """Read the values of a layer in one slot of a use, into device memory.
+
+        After the copy from host memory stands a barrier: XLA would make a reshape of the result a
+        bitcast of the array on the host, and end with an error.
+        """
         values = tuple(
             buffers.read(rings[place.ring], self._entry(place, slot, layer))
             for place in self.positions[use]
         )
-        return buffers.to_device(values) if self.on_host else values
+        if not self.on_host:
+            return values
+        return tuple(map(lax.optimization_barrier, buffers.to_device(values)))
 
     def write(
         self, rings: tuple[jax.Array, ...], use: str, values: tuple[Any, ...], slot: jax.Array,

@@ -173,6 +173,14 @@ def test_residuals_wait_in_the_hosts_memory():
 
 @pytest.mark.slow
 @needs_compiler
+def test_every_residual_can_wait_in_the_hosts_memory():
+    """Of heads, too, whose reshape XLA would read from there."""
+    sizes = ("parallel.pp=1", "parallel.dp=1", "train.compute_dtype=bfloat16")
+    assert report(*sizes, "train.offload_layers=2")["bytes"]["host"] > 0
+
+
+@pytest.mark.slow
+@needs_compiler
 def test_moments_wait_in_the_hosts_memory():
     """The step starts and ends without them on the device; they are moved outside the loop."""
     sizes = (
