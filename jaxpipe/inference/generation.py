@@ -153,8 +153,12 @@ class CachedModel:
     def model(self) -> Any:
         """The model with a slice for every token of the cache."""
         trainer = self.loaded.trainer
-        parallel = structs.replace(trainer.config.parallel, slices=self.tokens)
-        return model_of(structs.replace(trainer.config, parallel=parallel), trainer.grouped)
+        config = structs.replace(
+            trainer.config,
+            model=trainer.config.model.for_generation(),
+            parallel=structs.replace(trainer.config.parallel, slices=self.tokens),
+        )
+        return model_of(config, trainer.grouped)
 
     def empty_cache(self, batch: int) -> Tree:
         """The cache before the first token, by layer; leaves have a leading axis of devices."""

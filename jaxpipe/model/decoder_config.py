@@ -73,15 +73,28 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
             "model.d_ff / parallel.tp": self.d_ff // tp,
         }
 
-    def unmet_needs(self, platform: str) -> Iterator[str]:
-        """Yield a sentence for every requirement that devices of this `jax.Device.platform` lack.
+    def for_generation(self) -> Self:
+        """The same model without cuDNN's attention."""
+        return replace(self, attention="xla")
 
-        `model.attention='cudnn'` needs an NVIDIA GPU and cuDNN.
+    def unmet_needs(self, platform: str, *, dtype: str, deterministic: bool) -> Iterator[str]:
+        """Yield a sentence for every requirement of the attention that is not met.
+
+        `model.attention='cudnn'` needs an NVIDIA GPU and cuDNN, and excludes `train.deterministic`.
         """
-        if self.attention == "cudnn" and platform not in ("gpu", "cuda"):
+        if self.attention != "cudnn":
+            return
+        if platform not in ("gpu", "cuda"):
             yield (
                 f"model.attention='cudnn' needs an NVIDIA GPU and cuDNN, which jax finds together, "
                 f"but the devices are of the platform {platform!r}: set model.attention=xla."
+            )
+        yield from unmet_by_kernel(self.head_size, dtype)
+        if deterministic:
+            yield (
+                "train.deterministic=true with model.attention='cudnn': XLA ends such a step with "
+                "an error of its own (an H100, jax 0.11.2, cuDNN 9.19); set model.attention=xla, "
+                "or leave train.deterministic out."
             )
 
     def unmet_by_packing(
@@ -101,9 +114,7 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
             )
         yield from unmet_by_packed_kernel((*rows, self.n_heads // tp, self.head_size), dtype)
 
-    def unmet_by_context(
-        self, sequence: FullSequence, *, tp: int, dtype: str, packed: bool
-    ) -> Iterator[str]:
+    def unmet_by_context(self, sequence: FullSequence, *, tp: int, packed: bool) -> Iterator[str]:
         """Yield a sentence for every reason why replicas cannot share sequences as `sequence` does.
 
         `model.attention_dropout` needs `parallel.cp_method='gather'`, if `parallel.cp` is above 1.
@@ -117,7 +128,7 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
                 f"parallel.cp_method=gather, or model.attention_dropout=0."
             )
         if sequence.ring > 1:
-            yield from self._unmet_by_fused_ring(dtype, packed)
+            yield from self._unmet_by_fused_ring(packed)
         yield from self._unmet_by_exchange(sequence, tp)
 
     def _unmet_by_exchange(self, sequence: FullSequence, tp: int) -> Iterator[str]:
@@ -144,15 +155,14 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
             f"and parallel.cp_heads={most}, or another parallel.cp."
         )
 
-    def _unmet_by_fused_ring(self, dtype: str, packed: bool) -> Iterator[str]:
+    def _unmet_by_fused_ring(self, packed: bool) -> Iterator[str]:
         """Yield a sentence for everything that cuDNN's kernel does not support in ring attention.
 
         `parallel.cp_method='ring'` with `model.attention='cudnn'` excludes `data.packing` and a
-        sliding window, and needs what cuDNN's kernel needs (`model.attention`).
+        sliding window.
         """
         if self.attention != "cudnn":
             return
-        yield from unmet_by_kernel(self.head_size, dtype)
         if packed or self.window:
             what = "data.packing" if packed else f"a window of {self.window} tokens"
             yield (
@@ -201,8 +211,8 @@ class DecoderConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_onl
 def unmet_by_kernel(width: int, dtype: str) -> Iterator[str]:
     """Yield a sentence if cuDNN's kernel does not support heads of this width and dtype.
 
-    `model.attention='cudnn'`, with packing or a ring, needs `train.compute_dtype` bfloat16 or
-    float16, and a width of heads that is a multiple of 8 up to 256.
+    `model.attention='cudnn'` needs `train.compute_dtype` bfloat16 or float16, and a width of heads
+    that is a multiple of 8 up to 256.
     """
     if dtype not in ("bfloat16", "float16") or width % 8 or width > 256:
         yield (

@@ -55,7 +55,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return 0
 
     def for_inference(self) -> Self:
-        """The same model without what training alone computes."""
+        """The same model without what training alone computes, with attention in every dtype."""
+        return self.for_generation()
+
+    def for_generation(self) -> Self:
+        """The same model with attention that also takes a token and those before it."""
         return self
 
     @property
@@ -104,22 +108,22 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """
         return {}
 
-    def unmet_needs(self, platform: str) -> Iterator[str]:
-        """Yield a sentence for every requirement that devices of this platform do not meet.
+    def unmet_needs(self, platform: str, *, dtype: str, deterministic: bool) -> Iterator[str]:
+        """Yield a sentence for every requirement that is not met.
 
-        `platform` is a `jax.Device.platform`.
+        Args:
+          platform: `jax.Device.platform`.
+          dtype: `train.compute_dtype`.
+          deterministic: `train.deterministic`.
         """
         return iter(())
 
-    def unmet_by_context(
-        self, sequence: FullSequence, *, tp: int, dtype: str, packed: bool
-    ) -> Iterator[str]:
+    def unmet_by_context(self, sequence: FullSequence, *, tp: int, packed: bool) -> Iterator[str]:
         """Yield a sentence for every reason why replicas cannot share sequences as `sequence` does.
 
         Args:
           sequence: how the replicas share a sequence.
           tp: number of devices that share each layer of a replica.
-          dtype: dtype in which they compute.
           packed: whether rows hold several documents.
 
         `parallel.cp_method` must be `gather` in families of models that implement no other.

@@ -27,13 +27,16 @@ def _check_platform(config: Config, devices: Devices) -> None:
     `train.deterministic` and `parallel.cp_method='ring'` need, on GPUs, an XLA that has the options
     that they set, and an `XLA_FLAGS` that does not set these too.
     """
-    for sentence in config.model.unmet_needs(devices.platform):
+    train = config.train
+    for sentence in config.model.unmet_needs(
+        devices.platform, dtype=train.compute_dtype, deterministic=train.deterministic
+    ):
         raise ConfigError(sentence)
     if devices.on_cpu or devices.count is None:
         return
     from jaxpipe.runtime.compiler import check_deterministic, check_rings  # need jax
 
-    if config.train.deterministic:
+    if train.deterministic:
         check_deterministic(devices.platform)
     if config.parallel.rings:
         check_rings(devices.platform)

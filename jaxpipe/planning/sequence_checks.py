@@ -77,7 +77,6 @@ def _check_method(config: Config) -> None:
     for sentence in model.unmet_by_context(
         FullSequence(parallel.cp, parallel.exchanging),
         tp=parallel.tp,
-        dtype=config.train.compute_dtype,
         packed=bool(config.data.documents),
     ):
         raise ConfigError(sentence)

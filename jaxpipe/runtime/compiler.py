@@ -114,15 +114,14 @@ TABLE = (
         "95 % of what is left they are not.",
         "permutes.synchronous",
     ),
-    # Without it, scatter-adds (here the embedding's gradient) and the gradient of cuDNN's attention
-    # add in the order in which threads arrive (XLA's docs/determinism.md, and its code that calls
-    # cuDNN attention).
+    # Without it, scatter-adds (here the embedding's gradient) add in the order in which threads
+    # arrive (XLA's docs/determinism.md).
     Option(
         "xla_gpu_deterministic_ops",
         "deterministic",
         {"0.10": True},
-        "No operation adds in an order that changes from run to run. Scattered values are sorted "
-        "first, and cuDNN is asked for its deterministic kernels.",
+        "No operation adds in an order that changes from run to run: scattered values are sorted "
+        "first.",
     ),
     Option(
         "xla_gpu_autotune_level",

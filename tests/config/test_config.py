@@ -179,10 +179,18 @@ def test_configurations_compare_by_value(path):
 
 @pytest.mark.parametrize("platform", ["gpu", "cuda"])
 def test_fused_attention_needs_a_gpu(platform):
-    config = load(Path(__file__).parents[1] / "data" / "small.toml", ["model.attention=cudnn"])
-    resolved(config, platform=platform)
+    small = Path(__file__).parents[1] / "data" / "small.toml"
+    given = ["model.attention=cudnn", "train.compute_dtype=bfloat16"]
+    resolved(load(small, given), platform=platform)
     with pytest.raises(ConfigError, match="needs an NVIDIA GPU and cuDNN.*set model.attention=xla"):
-        resolved(config, platform="cpu")
+        resolved(load(small, given), platform="cpu")
+    for other, message in (
+        ("train.compute_dtype=float32", "these are float32 of width 8: .*set model.attention=xla"),
+        ("model.head_dim=12", "these are bfloat16 of width 12"),
+        ("train.deterministic=true", "train.deterministic=true with .*set model.attention=xla"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resolved(load(small, [*given, other]), platform=platform)
 
 
 def test_packed_rows_with_fused_attention_need_a_hopper():

@@ -48,7 +48,7 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
 
     def for_inference(self) -> Self:
         """The same model without the prediction of further tokens."""
-        return replace(self, mtp_depth=0)
+        return replace(super().for_inference(), mtp_depth=0)
 
     @property
     def tokens_ahead(self) -> int:

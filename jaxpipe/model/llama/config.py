@@ -107,14 +107,12 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
             vocab_size=-(-self.vocab_size // tp),
         )
 
-    def unmet_by_context(
-        self, sequence: FullSequence, *, tp: int, dtype: str, packed: bool
-    ) -> Iterator[str]:
+    def unmet_by_context(self, sequence: FullSequence, *, tp: int, packed: bool) -> Iterator[str]:
         """Yield a sentence for every reason why replicas cannot share sequences as `sequence` does.
 
         `parallel.cp_method='gather'` excludes attention sinks with `model.attention='cudnn'`.
         """
-        yield from super().unmet_by_context(sequence, tp=tp, dtype=dtype, packed=packed)
+        yield from super().unmet_by_context(sequence, tp=tp, packed=packed)
         if self.SINKS and self.attention == "cudnn" and not sequence.heads:
             yield (
                 "parallel.cp_method='gather' masks keys, and cuDNN's kernel has no log-sum-exp for "
