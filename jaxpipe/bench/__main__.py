@@ -47,7 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         )
     argv = sys.argv[1:] if argv is None else argv
-    arguments = parser.parse_args(argv)
+    # argparse matches a `*` positional with nothing once an option precedes it, so take the rest.
+    arguments, more = parser.parse_known_args(argv)
+    if more and ("overrides" not in arguments or any(word.startswith("-") for word in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:
+        arguments.overrides += more
     arguments.line = shlex.join(["python", "-m", "jaxpipe.bench", *argv])
     try:
         _COMMANDS[arguments.command].run(arguments)

@@ -63,6 +63,8 @@ def list_items(*, cpu: bool) -> tuple[Item, ...]:
         Item("correct", "F, B and W in bfloat16 and fp8 beside float32", bench("correct"), 300),
         Item("ops", "F, B, W of a layer, head, update", bench("ops")),
         Item("step-selective", "a step on one GPU", bench("train", selective)),
+        Item("step-unrolled", "the same without a loop over layers, each tick one CUDA graph",
+             bench("train", selective, "parallel.unroll_layers=12")),
         Item("step-full", "a step that recomputes all", bench("train", "train.remat=full")),
         Item("step-none", "a step that stores everything", bench("train", "train.remat=none")),
         Item("step-selective-fp8", "the same in fp8", bench("train", selective, fp8)),

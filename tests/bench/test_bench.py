@@ -250,6 +250,7 @@ def test_the_published_comparison_of_schedules_is_reproduced():
         (["--schedules", "dualpipe", "--microbatches", "2"], "dualpipe needs"),
         (["--microbatches", "3"], "--microbatches 3 must be even"),
         (["--rounds", "0"], "--rounds 0 must be at least 1"),
+        (["--rounds", "1", "train.steps=x"], "train.steps: expected `int`"),
         (["--torch", "/nowhere/python"], "cannot be started"),
         (["--out", "/nowhere/results.json"], "cannot be written"),
     ],
