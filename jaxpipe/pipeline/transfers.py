@@ -63,7 +63,9 @@ class Transfers:
         if self.printer is not None:
             self.printer.sent(self.tables, row, loads)
         if self.tables.lockstep.transfer_ticks == 1:
-            arriving, row = lax.optimization_barrier((self._send(loads, row), row))
+            arriving = self._send(loads, row)
+            if arriving:  # XLA for GPUs fails on a barrier of the row alone, which is constant
+                arriving, row = lax.optimization_barrier((arriving, row))
         for packed, lanes in zip(arriving, self._ways.values()):
             for message, lane in zip(packed if len(lanes) > 1 else [packed], lanes):
                 if self.printer is not None:

@@ -173,6 +173,12 @@ def test_residuals_wait_in_the_hosts_memory():
 
 @pytest.mark.slow
 @needs_compiler
+def test_one_rank_has_transfers_of_one_tick_too():
+    assert report("parallel.pp=1", "parallel.dp=1", "parallel.transfer_ticks=1")["graphs"]["whole"]
+
+
+@pytest.mark.slow
+@needs_compiler
 def test_every_residual_can_wait_in_the_hosts_memory():
     """Of heads, too, whose reshape XLA would read from there."""
     sizes = ("parallel.pp=1", "parallel.dp=1", "train.compute_dtype=bfloat16")
