@@ -32,6 +32,21 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = _parse_arguments(argv)
+    arguments.line = shlex.join(["python", "-m", "jaxpipe.bench", *argv])
+    try:
+        _COMMANDS[arguments.command].run(arguments)
+    except (ConfigError, ScheduleError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BenchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m jaxpipe.bench",
         description=__doc__,
@@ -46,23 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 formatter_class=argparse.RawDescriptionHelpFormatter,
             )
         )
-    argv = sys.argv[1:] if argv is None else argv
     # argparse matches a `*` positional with nothing once an option precedes it, so take the rest.
     arguments, more = parser.parse_known_args(argv)
     if more and ("overrides" not in arguments or any(word.startswith("-") for word in more)):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     if more:
         arguments.overrides += more
-    arguments.line = shlex.join(["python", "-m", "jaxpipe.bench", *argv])
-    try:
-        _COMMANDS[arguments.command].run(arguments)
-    except (ConfigError, ScheduleError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except BenchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return arguments
 
 
 if __name__ == "__main__":
