@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from jaxpipe.bench import clockwork, correct, ops, report, step, train
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import ConfigError
+from jaxpipe.config.arguments import parse_commands
 from jaxpipe.schedule import ScheduleError
 
 _COMMANDS = {
@@ -61,13 +62,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
                 formatter_class=argparse.RawDescriptionHelpFormatter,
             )
         )
-    # argparse matches a `*` positional with nothing once an option precedes it, so take the rest.
-    arguments, more = parser.parse_known_args(argv)
-    if more and ("overrides" not in arguments or any(word.startswith("-") for word in more)):
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
-    if more:
-        arguments.overrides += more
-    return arguments
+    return parse_commands(parser, argv, "overrides")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.checkpoint.write_config import write_config
 from jaxpipe.config import ConfigError
-from jaxpipe.config.arguments import SETTINGS
+from jaxpipe.config.arguments import SETTINGS, parse_commands
 from jaxpipe.config.paths import any_path
 from jaxpipe.config.units import parse_bytes
 from jaxpipe.runtime.directory import locked
@@ -122,12 +122,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     looking.set_defaults(run=_inspect)
 
-    # argparse matches a `*` positional with nothing once an option precedes it, so take the rest.
-    arguments, more = parser.parse_known_args(argv)
-    if more and (arguments.command != "import" or any(word.startswith("-") for word in more)):
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
-    if more:
-        arguments.words += more
+    arguments = parse_commands(parser, argv, "words")
     if arguments.command == "import" and not (arguments.write_config or arguments.words):
         parser.error("import needs CONFIG, or --write-config CONFIG")
     return arguments

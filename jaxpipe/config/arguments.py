@@ -65,6 +65,22 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     return arguments
 
 
+def parse_commands(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, words: str
+) -> argparse.Namespace:
+    """Parse `argv` (None: `sys.argv`) of a command with subcommands.
+
+    argparse matches a `*` positional with nothing once an option precedes it: what is left of the
+    arguments is added to the positional `words`, of those subcommands that have it.
+    """
+    arguments, more = parser.parse_known_args(argv)
+    if more and (words not in arguments or any(word.startswith("-") for word in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:
+        setattr(arguments, words, [*getattr(arguments, words), *more])
+    return arguments
+
+
 def string_override(key: str, text: str) -> str:
     """The override that sets a string, also one that is a number or a date in TOML."""
     return f"{key}={json.dumps(text, ensure_ascii=False)}"

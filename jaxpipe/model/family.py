@@ -55,11 +55,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return 0
 
     def for_inference(self) -> Self:
-        """The same model without what training alone computes, with attention in every dtype."""
+        """The same model without what training alone computes, with attention for every dtype."""
         return self.for_generation()
 
     def for_generation(self) -> Self:
-        """The same model with attention that also takes a token and those before it."""
+        """The same model with attention that takes tokens one by one, after those before them."""
         return self
 
     @property

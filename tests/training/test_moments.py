@@ -50,7 +50,7 @@ def test_a_step_leaves_moments_where_they_were(name):
 
 
 def test_a_new_state_and_a_restored_one_have_them_there(tmp_path):
-    """Not only by name: a jitted function that returns them without a copy leaves them there."""
+    """By the program, too: without a copy in it XLA counts its results as the device's memory."""
     trainer = Trainer.resolve(configs.load(SMALL, [*SIZES, AWAY]), tuple(jax.devices()[:2]))
     traced = jax.make_jaxpr(trainer.unplaced, return_shape=True)(trainer.state_shapes.params)
     spaces = [aval.memory_space for aval in traced[0].out_avals]
