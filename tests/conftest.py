@@ -12,6 +12,8 @@ if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
     # less CPU time to compile.
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
+    # Threads for 8 collectives at once on each device: a program that needs more is not stored.
+    os.environ.setdefault("NPROC", "64")
     use_cpu_devices(8)
 
 import jax

@@ -1,16 +1,21 @@
-"""Compiled programs that XLA for CPUs cannot load again, and so must not be stored.
+"""Compiled programs that XLA for CPUs can load again, and that may therefore be stored.
 
-Devices have to begin their collectives in one order. XLA for CPUs runs instructions of a device at
-the same time where no data orders them. A resource that all collectives share lets one begin only
-after those before it, or the loop or branch that has them (why that is enough:
-`jax_internals.give_collectives_channels`). In a program that is loaded from the compile cache, each
-branch and loop body has a resource of its own: a collective in a branch and one beside the branch
-may then begin in any order, and devices wait for each other for ever (seen with jaxlib 0.12.0.1).
-On GPUs the order is that of a stream.
+XLA for CPUs runs instructions of a device at the same time where no data orders them. A resource
+that all collectives share lets one begin only after those before it, or the loop or branch that has
+them. In a program that is loaded, each branch and loop body has a resource of its own, so that a
+device may wait in a collective of a branch and in one beside the branch at once.
+
+Devices of one process may begin such collectives in different orders, because each has a channel of
+its own (`jax_internals.give_collectives_channels`). But each occupies a thread while it waits: if
+all threads wait, those that they wait for never begin. Between processes, gloo knows collectives by
+their order alone. On GPUs the order is that of a stream.
 """
 
+import os
 from functools import cache
 from typing import Any
+
+import jax
 
 from jaxpipe.jax_internals import store_programs_if
 from jaxpipe.runtime.hlo import Instruction, parse_computations
@@ -28,44 +33,60 @@ _NESTING = ("call", "conditional", "while")
 
 
 @cache  # once in a process
-def store_ordered_programs() -> None:
-    """Let jax's compile cache store only programs whose collectives are ordered by data."""
-    store_programs_if(is_ordered)
+def store_loadable_programs() -> None:
+    """Let jax's compile cache store only programs that can be loaded again."""
+    store_programs_if(lambda executable: not why_not_loadable(executable))
 
 
-def is_ordered(executable: Any) -> bool:
-    """Return whether `collectives_are_ordered` in an executable, which has `hlo_modules()`."""
-    return all(collectives_are_ordered(module.to_string()) for module in executable.hlo_modules())
+def why_not_loadable(executable: Any) -> str:
+    """The reason why a program for CPUs could wait for ever if it were loaded; "" if it cannot.
+
+    Args:
+      executable: has `hlo_modules()` and `local_devices()`.
+    """
+    waiting = max(most_at_once(module.to_string()) for module in executable.hlo_modules())
+    if jax.process_count() > 1:
+        return "data do not order its collectives" if waiting > 1 else ""
+    needed = waiting * len(executable.local_devices())
+    threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+    if needed <= threads:
+        return ""
+    return f"{needed} threads could wait in its collectives, but XLA has {threads}: set NPROC"
 
 
-def collectives_are_ordered(text: str) -> bool:
-    """Return whether data order every collective in a branch or loop with those outside it.
+def most_at_once(text: str) -> int:
+    """An upper bound of the collectives in which one device can be at the same time.
 
     Args:
       text: a scheduled HLO module.
     """
     computations = parse_computations(text)
 
+    def collectives(one: Instruction) -> int:
+        if one.opcode.startswith(_COLLECTIVES):
+            return 1
+        called = (name for name in one.names if name in computations)
+        return max(map(most, called), default=0) if one.opcode in _NESTING else 0
+
     @cache
-    def communicates(name: str) -> bool:
-        return any(one.opcode.startswith(_COLLECTIVES) or nests(one) for one in computations[name])
-
-    def nests(one: Instruction) -> bool:
-        called = [name for name in one.names if name in computations]
-        return one.opcode in _NESTING and any(map(communicates, called))
-
-    for instructions in computations.values():
+    def most(computation: str) -> int:
         before: dict[str, set[str]] = {}  # what an instruction waits for
-        collectives: list[tuple[str, bool]] = []  # each with whether it is nested
-        for one in instructions:
+        counts: dict[str, int] = {}
+        nested = set()
+        for one in computations[computation]:
             operands = set(one.names) & before.keys()
             before[one.name] = operands.union(*(before[name] for name in operands))
-            nested = nests(one)
-            if nested or one.opcode.startswith(_COLLECTIVES):
-                if any(
-                    (nested or other_nested) and other not in before[one.name]
-                    for other, other_nested in collectives
-                ):
-                    return False
-                collectives.append((one.name, nested))
-    return True
+            if count := collectives(one):
+                counts[one.name] = count
+                if one.opcode in _NESTING:
+                    nested.add(one.name)
+
+        def beside(name: str) -> int:
+            """The most while `name` runs: those directly in a computation share a resource."""
+            free = {o for o in counts if name not in before[o] and o not in before[name]}
+            direct = bool((free | {name}) - nested)
+            return direct + sum(counts[other] for other in (free | {name}) & nested)
+
+        return max(map(beside, counts), default=0)
+
+    return max(map(most, computations), default=0)

@@ -33,9 +33,9 @@ def use_cpu_devices(count: int) -> None:
     import jax
 
     from jaxpipe.jax_internals import give_collectives_channels
-    from jaxpipe.runtime.collective_order import store_ordered_programs
+    from jaxpipe.runtime.collective_order import store_loadable_programs
 
     give_collectives_channels()
-    store_ordered_programs()
+    store_loadable_programs()
     jax.config.update("jax_platforms", "cpu")  # jax may already be imported: plans trace with it
     jax.config.update("jax_num_cpu_devices", count)

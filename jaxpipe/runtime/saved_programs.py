@@ -17,7 +17,7 @@ from jax.experimental import serialize_executable
 
 from jaxpipe.config import ConfigError
 from jaxpipe.runtime import processes
-from jaxpipe.runtime.collective_order import is_ordered
+from jaxpipe.runtime.collective_order import why_not_loadable
 from jaxpipe.runtime.storage import write_whole
 
 _ENDING = ".program"
@@ -44,15 +44,12 @@ def save_program(
       options: the `compiler_options` that a run would compile it with.
 
     Raises:
-      ConfigError: the directory cannot be written, or XLA for CPUs could not load the program with
-        its collectives in order (`collective_order.py`).
+      ConfigError: the directory cannot be written, or XLA for CPUs could wait for ever in the
+        program once it is loaded (`collective_order.py`).
     """
     about = _describe(lowered, devices, options)
-    if devices[0].platform == "cpu" and not is_ordered(compiled.runtime_executable()):
-        raise ConfigError(
-            f"{name} cannot be saved for CPUs: data do not order its collectives, and XLA for CPUs "
-            f"would load it without their order; save it for GPUs."
-        )
+    if devices[0].platform == "cpu" and (reason := why_not_loadable(compiled.runtime_executable())):
+        raise ConfigError(f"{name} cannot be saved: {reason}, or save it for GPUs.")
     content, _, _ = serialize_executable.serialize(compiled)
     header = json.dumps(about | {_SIZE: len(content)}).encode()
     path = directory / f"{name}-{hashlib.sha256(header).hexdigest()[:16]}{_ENDING}"

@@ -152,7 +152,11 @@ def test_without_a_file_the_log_says_so(tmp_path):
     assert f"since {tmp_path} has no train_step" in ran("load", tmp_path, 8)[0]
 
 
-def test_collectives_that_data_do_not_order_are_not_saved_for_cpus(tmp_path):
+def test_a_program_that_needs_more_threads_is_not_saved_for_cpus(tmp_path, monkeypatch):
+    """Each of 4 devices can be in two collectives at once."""
+    monkeypatch.setenv("NPROC", "7")
     (sentence,) = ran("free", tmp_path, 8)
-    assert "data do not order its collectives" in sentence
+    assert "8 threads could wait in its collectives, but XLA has 7: set NPROC" in sentence
     assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("NPROC", "8")
+    assert ran("free", tmp_path, 8) == []
