@@ -96,7 +96,7 @@ class Rates:
 
     @cached_property
     def _learning_rate(self) -> optax.Schedule:
-        return optimizers.learning_rate(self.config.optimizer, self.config.train.steps)
+        return jax.jit(optimizers.learning_rate(self.config.optimizer, self.config.train.steps))
 
 
 def step_metrics(
