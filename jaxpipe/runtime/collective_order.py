@@ -84,8 +84,7 @@ def most_at_once(text: str) -> int:
         def beside(name: str) -> int:
             """The most while `name` runs: those directly in a computation share a resource."""
             free = {o for o in counts if name not in before[o] and o not in before[name]}
-            direct = bool((free | {name}) - nested)
-            return direct + sum(counts[other] for other in (free | {name}) & nested)
+            return bool(free - nested) + sum(counts[other] for other in free & nested)
 
         return max(map(beside, counts), default=0)
 

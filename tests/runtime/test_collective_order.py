@@ -48,8 +48,8 @@ def after_each_other(x):
     return lax.psum(loop, "i")
 
 
-def mapped(function, devices=2):
-    mesh = jax.make_mesh((devices,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+def mapped(function):
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = PartitionSpec("i")
     return jax.jit(
         jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
@@ -110,9 +110,8 @@ def test_a_program_is_stored_if_there_are_threads_and_computes_the_same(tmp_path
         values = subprocess.run(
             command, env=environment | {"NPROC": threads}, check=True, capture_output=True
         ).stdout.split()
-        total = [2, 4] * 2
-        squares = [4, 10] * 2
-        expected = [*total, *np.square(total) * 2, *total, *squares]
+        sums, of_squares = [2, 4] * 2, [4, 10] * 2  # of [0, 1] and [2, 3], on both devices
+        expected = [*sums, *2 * np.square(sums), *sums, *of_squares]
         assert list(map(float, values)) == expected
         return {path.name.split("-")[0] for path in tmp_path.iterdir()}
 
