@@ -72,13 +72,17 @@ def used_inputs(closed: ClosedJaxpr, wanted: Sequence[bool]) -> list[bool]:
     return dce_jaxpr(closed.jaxpr, list(wanted))[1]
 
 
-def store_programs_if(accepts: Callable[[Any], bool]) -> None:
+def store_programs_if(accepts: Callable[[Any], bool], where: str) -> None:
     """Let jax's compile cache store a compiled program only if it is accepted.
 
     Args:
       accepts: takes the executable, which has `hlo_modules()`.
+      where: what a process that loads a program must have in common with the one that stored it;
+        a part of the program's key.
     """
-    from jax._src import compilation_cache
+    from jax._src import cache_key, compilation_cache
+
+    cache_key.custom_hook = lambda: where
 
     store = compilation_cache.put_executable_and_time
 

@@ -6,9 +6,10 @@ them. In a program that is loaded, each branch and loop body has a resource of i
 device may wait in a collective of a branch and in one beside the branch at once.
 
 Devices of one process may begin such collectives in different orders, because each has a channel of
-its own (`jax_internals.give_collectives_channels`). But each occupies a thread while it waits: if
-all threads wait, those that they wait for never begin. Between processes, gloo knows collectives by
-their order alone. On GPUs the order is that of a stream.
+its own (`jax_internals.give_collectives_channels`). But a collective may occupy a thread while it
+waits, and if all threads waited, those that they wait for would never begin: a program is stored
+only if there are threads for all, and loaded only where there are as many. Between
+processes, gloo knows collectives by their order alone. On GPUs the order is that of a stream.
 """
 
 import os
@@ -35,7 +36,12 @@ _NESTING = ("call", "conditional", "while")
 @cache  # once in a process
 def store_loadable_programs() -> None:
     """Let jax's compile cache store only programs that can be loaded again."""
-    store_programs_if(lambda executable: not why_not_loadable(executable))
+    store_programs_if(lambda executable: not why_not_loadable(executable), str(thread_count()))
+
+
+def thread_count() -> int:
+    """The number of threads of XLA for CPUs, which reads NPROC when it starts."""
+    return int(os.environ.get("NPROC") or os.cpu_count() or 1)
 
 
 def why_not_loadable(executable: Any) -> str:
@@ -47,8 +53,7 @@ def why_not_loadable(executable: Any) -> str:
     waiting = max(most_at_once(module.to_string()) for module in executable.hlo_modules())
     if jax.process_count() > 1:
         return "data do not order its collectives" if waiting > 1 else ""
-    needed = waiting * len(executable.local_devices())
-    threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+    needed, threads = waiting * len(executable.local_devices()), thread_count()
     if needed <= threads:
         return ""
     return f"{needed} threads could wait in its collectives, but XLA has {threads}: set NPROC"

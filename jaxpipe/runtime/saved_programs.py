@@ -17,7 +17,7 @@ from jax.experimental import serialize_executable
 
 from jaxpipe.config import ConfigError
 from jaxpipe.runtime import processes
-from jaxpipe.runtime.collective_order import why_not_loadable
+from jaxpipe.runtime.collective_order import thread_count, why_not_loadable
 from jaxpipe.runtime.storage import write_whole
 
 _ENDING = ".program"
@@ -108,7 +108,8 @@ def _describe(
     lowered: jax.stages.Lowered, devices: Sequence[jax.Device], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What must be equal where a program is compiled and where it is loaded."""
-    return {
+    threads = {"the number of threads": thread_count()} if devices[0].platform == "cpu" else {}
+    return threads | {
         "the version of jax": jax.__version__,
         "the version of jaxlib": jaxlib.__version__,
         "the kind of device": devices[0].device_kind,

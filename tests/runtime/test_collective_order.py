@@ -88,15 +88,19 @@ SCRIPT = """
 import sys
 from jaxpipe.runtime.environment import use_cpu_devices
 use_cpu_devices(2)
+import jax
 import jax.numpy as jnp
 from test_collective_order import free, mapped, ordered
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append("cache_hits" in event))
 for function in (ordered, free):
     print(*(value for array in mapped(function)(jnp.arange(4.0)) for value in array.tolist()))
+print(sum(hits))
 """
 
 
 @pytest.mark.versions
-def test_a_program_is_stored_if_there_are_threads_and_computes_the_same(tmp_path):
+def test_a_program_is_stored_and_loaded_if_there_are_threads_and_computes_the_same(tmp_path):
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)]),
@@ -104,17 +108,24 @@ def test_a_program_is_stored_if_there_are_threads_and_computes_the_same(tmp_path
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
-    def run(threads):
-        """Return the names of the stored programs, after the values were compared."""
+    def loaded(threads):
+        """Return the number of programs that were loaded, after the values were compared."""
         command = [sys.executable, "-c", SCRIPT]
-        values = subprocess.run(
+        *values, hits = subprocess.run(
             command, env=environment | {"NPROC": threads}, check=True, capture_output=True
         ).stdout.split()
         sums, of_squares = [2, 4] * 2, [4, 10] * 2  # of [0, 1] and [2, 3], on both devices
         expected = [*sums, *2 * np.square(sums), *sums, *of_squares]
         assert list(map(float, values)) == expected
-        return {path.name.split("-")[0] for path in tmp_path.iterdir()}
+        return int(hits)
 
-    assert "jit_free" not in run("3")
-    assert {"jit_ordered", "jit_free"} <= run("4")
-    assert {"jit_ordered", "jit_free"} <= run("4")
+    def stored():
+        return [path.name.split("-")[0] for path in tmp_path.iterdir()]
+
+    assert loaded("3") == 0
+    assert "jit_ordered" in stored()
+    assert "jit_free" not in stored()
+    assert loaded("4") == 0
+    assert "jit_free" in stored()
+    assert loaded("4") > loaded("3") > 0
+    assert loaded("5") == 0
