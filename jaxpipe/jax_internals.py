@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -70,6 +71,31 @@ def cudnn_attention(
 def used_inputs(closed: ClosedJaxpr, wanted: Sequence[bool]) -> list[bool]:
     """Return whether each input of a jaxpr is needed for the outputs that are `wanted`."""
     return dce_jaxpr(closed.jaxpr, list(wanted))[1]
+
+
+def set_memory_kinds(lowered: jax.stages.Lowered, kinds: Sequence[str]) -> None:
+    """Write into a lowered program in which memory each argument of its function is.
+
+    For devices that are present jax does so itself. A sharding on devices of a topology has no
+    memory kind, whatever it was given, and XLA then reads arguments in host memory without a copy
+    and counts none of the memory for it.
+
+    Args:
+      lowered: the program, which is changed.
+      kinds: "device" or "pinned_host" for every leaf of the function's arguments.
+    """
+    module = lowered.compiler_ir()
+    (main,) = (op for op in module.body.operations if str(op.attributes["sym_name"]) == '"main"')
+    used = sorted(lowered._lowering.compile_args["kept_var_idx"])  # jax drops unused arguments
+    with module.context:
+        attributes = [
+            ir.DictAttr.get(
+                {one.name: one.attr for one in given}
+                | {"mhlo.memory_kind": ir.StringAttr.get(kinds[index])}
+            )
+            for given, index in zip(main.arg_attrs, used, strict=True)
+        ]
+        main.arg_attrs = ir.ArrayAttr.get(attributes)
 
 
 def store_programs_if(accepts: Callable[[Any], bool], where: str) -> None:

@@ -14,6 +14,7 @@ from jaxpipe.jax_internals import (
     define_primitive,
     distributed_state,
     give_collectives_channels,
+    set_memory_kinds,
     used_inputs,
 )
 
@@ -86,3 +87,13 @@ def test_collectives_of_a_program_for_cpus_have_different_channels():
 def test_a_run_of_one_process_has_no_client():
     state = distributed_state()
     assert (state.client, state.process_id, state.num_processes) == (None, 0, 1)
+
+
+def test_a_lowered_program_is_told_where_its_arguments_are():
+    """Of arguments that it does not use, jax has none in the program."""
+    lowered = jax.jit(lambda x, unused, y: x + y).lower(1.0, 2.0, jnp.ones(3))
+    set_memory_kinds(lowered, ("device", "device", "pinned_host"))
+    arguments = re.findall(r"%arg\d: [^%]*", lowered.as_text())
+    kinds = [re.findall(r'mhlo.memory_kind = "(\w+)"', one) for one in arguments]
+    assert kinds[:2] == [["device"], ["pinned_host"]]
+    assert float(lowered.compile()(1.0, 2.0, jnp.ones(3)).sum()) == 6

@@ -17,12 +17,15 @@ from jaxpipe.gpu.products import ProductCount, count_products
 from jaxpipe.gpu.program import GraphCoverage, Program, read_graph_coverage
 from jaxpipe.gpu.seconds import StepSeconds, estimate_seconds
 from jaxpipe.gpu.temporaries import Temporary, read_temporaries
+from jaxpipe.jax_internals import set_memory_kinds
+from jaxpipe.pipeline.buffers import HOST
 from jaxpipe.planning import RunPlan
 from jaxpipe.runtime import compiler
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.runtime.environment import usable_share
 from jaxpipe.runtime.saved_programs import save_program
 from jaxpipe.training.fused import FusedSteps
+from jaxpipe.training.moments import map_moments
 from jaxpipe.training.trainer import Trainer
 
 INSTALL = "compiling for GPUs needs their compiler: pip install 'jaxpipe[aot]'"
@@ -107,7 +110,7 @@ def check_step(plan: RunPlan, card: str, save: Path | None = None) -> CompiledRe
     memory = int(plan.devices.memory)
     usable = int(memory * usable_share())
     topology = cards.topology(plan.config.parallel.devices)
-    trainer = Trainer(plan, _describe_devices(card, usable, topology))
+    trainer = Trainer(plan, describe_devices(card, usable, topology))
     own = compiler.wanted("gpu", *compiler.purposes_of(plan.config))
     purposes = ("deviceless", *["costs"] * cards.has_costs(card))
     options, _ = compiler.accepted(chain(*map(compiler.of_purpose, purposes)))
@@ -147,7 +150,8 @@ def check_step(plan: RunPlan, card: str, save: Path | None = None) -> CompiledRe
     )
 
 
-def _describe_devices(card: str, usable: int, topology: str) -> tuple[jax.Device, ...]:
+def describe_devices(card: str, usable: int, topology: str) -> tuple[jax.Device, ...]:
+    """Return cards that are not present, with so many usable bytes, in a topology ("1x1x8")."""
     config = cards.set_usable_memory(cards.target_config(card), usable)
     try:
         described = topologies.get_topology_desc(
@@ -176,7 +180,12 @@ def lower_step(trainer: Trainer, platform: str = "cuda") -> tuple[str, jax.stage
     # Kernels ask for the default device's kind while they are traced.
     with jax.default_device(trainer.mesh.devices.flat[0]):
         traced = program.trace(trainer.state_shapes, batch)
-    return name, traced.lower(lowering_platforms=(platform,))
+    lowered = traced.lower(lowering_platforms=(platform,))
+    if trainer.config.train.offload_moments:
+        kinds = jax.tree.map(lambda _: "device", trainer.state_shapes)
+        kinds = kinds._replace(optimizer=map_moments(lambda _: HOST, kinds.optimizer))
+        set_memory_kinds(lowered, jax.tree.leaves((kinds, jax.tree.map(lambda _: "device", batch))))
+    return name, lowered
 
 
 def _compile(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:

@@ -65,7 +65,10 @@ def _on_each_rank(function: Callable[..., Tree], *trees: Tree) -> Tree:
         return node | {"layers": jax.tree.map(one, node["layers"])}
 
     result = jax.eval_shape(function, *map_stage_stacked(of_rank, trees))
-    return jax.vmap(function, _mapped_axes(trees), _mapped_axes(result))(*trees)
+    nodes = jax.tree.leaves(trees, is_leaf=is_stage_stacked)
+    layers = jax.tree.leaves([node["layers"] for node in nodes if is_stage_stacked(node)])
+    ranks = layers[0].shape[0] if layers else 1  # none, if only embedding or head are trained
+    return jax.vmap(function, _mapped_axes(trees), _mapped_axes(result), axis_size=ranks)(*trees)
 
 
 def _mapped_axes(tree: Tree) -> Tree:

@@ -27,7 +27,7 @@ class Option(NamedTuple):
     Attributes:
       name: as in XLA_FLAGS, without dashes.
       purpose: when it is given. `step`: to every step; `offload`: with `train.offload_layers`;
-        `moments`: with `train.offload_moments`; `deterministic`: with `train.deterministic`;
+        `deterministic`: with `train.deterministic`;
         `ring`: with `parallel.cp_method="ring"`; `deviceless`: only in `plan --check-gpu`, which
         has no device; `costs`: in that check, for GPUs that XLA's cost model knows.
       values: value by the first jax version for which it is right; the entry with the newest
@@ -105,15 +105,6 @@ TABLE = (
         "compute. With the default of 2 most have no product between their start and their end.",
         "host_copies.hidden",
     ),
-    Option(
-        "xla_gpu_memory_limit_slop_factor",
-        "moments",
-        {"0.10": 190},
-        "XLA's scheduler counts moments on the host as if they took the device's memory, and where "
-        "little is left by that account it makes permutes synchronous. With twice its default of "
-        "95 % of what is left they are not.",
-        "permutes.synchronous",
-    ),
     # Without it, scatter-adds (here the embedding's gradient) add in the order in which threads
     # arrive (XLA's docs/determinism.md).
     Option(
@@ -174,7 +165,6 @@ def purposes_of(config: Config) -> tuple[str, ...]:
     train = config.train
     asked = {
         "offload": train.offload_layers,
-        "moments": train.offload_moments,
         "deterministic": train.deterministic,
         "ring": config.parallel.rings,
     }

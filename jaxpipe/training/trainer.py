@@ -270,14 +270,13 @@ class Trainer:
         if self.config.debug.skip_update:
             return state._replace(step=step, guard=guard), metrics
         gradients = optimizers.clip_by_global_norm(gradients, norm, self.config.optimizer.clip_norm)
-        offloads, before = train.offload_moments, state.optimizer
-        if offloads:
-            before, updates = moments.fetched(before, updates)
-        params, after = optimizers.apply(self.optimizer, gradients, before, state.params, updates)
+        apply = partial(optimizers.apply, self.optimizer)
+        if train.offload_moments:
+            apply = partial(moments.update_in_turn, apply)
+        params, after = apply(gradients, state.optimizer, state.params, updates)
         variables, following = state.variables, self.model.functions.next_variables
         if following is not None:
             variables = choose(updates, following(variables, aux), variables)
-        after = moments.returned(after) if offloads else after
         return State(params, after, step, variables, guard), metrics
 
     def averaged(self, state: State) -> Tree:

@@ -14,7 +14,7 @@ from jaxpipe.training.trainer import Trainer
 pytestmark = pytest.mark.versions
 
 STEP = of_purpose("step")
-PURPOSES = ("step", "offload", "moments", "deterministic", "ring", "deviceless", "costs")
+PURPOSES = ("step", "offload", "deterministic", "ring", "deviceless", "costs")
 
 
 def option(name, value, purpose="step"):
@@ -113,15 +113,6 @@ def test_a_step_that_offloads_is_told_so(monkeypatch):
     assert trainer.train_step
     assert asked.pop() == ("cpu", "offload")
     assert trainer.execution.offload_layers == 1
-
-
-def test_a_step_whose_moments_are_on_the_host_is_told_so(monkeypatch):
-    (own,) = compiler.options("cuda", "moments").items() - compiler.options("cuda").items()
-    assert own == ("xla_gpu_memory_limit_slop_factor", 190)
-    asked = []
-    monkeypatch.setattr(compiler, "options", lambda *words: asked.append(words))
-    assert Trainer.resolve(load(SMALL, ["train.offload_moments=true"])).train_step
-    assert asked.pop() == ("cpu", "moments")
 
 
 RING = ["parallel.pp=2", "parallel.dp=2", "parallel.cp=2", "parallel.cp_method=ring"]

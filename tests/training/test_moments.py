@@ -4,18 +4,24 @@ On CPUs both memories are the same, so the tests check the memory kind that jax 
 """
 
 import shutil
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import SMALL, losses
 from routed import restored, run, trainer_of
 
 from jaxpipe import config as configs
+from jaxpipe import optimizer as optimizers
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
+from jaxpipe.jax_internals import used_inputs
 from jaxpipe.parallel import is_stage_stacked
+from jaxpipe.parallel.flags import is_trained, select
 from jaxpipe.planning import Devices, arrange
 from jaxpipe.planning.memory import rank_bytes
+from jaxpipe.training.moments import fetched, returned, update_in_turn
 from jaxpipe.training.trainer import Trainer
 
 SIZES = ["parallel.pp=2", "parallel.dp=1", "model.n_layers=2"]
@@ -24,6 +30,49 @@ AWAY = "train.offload_moments=true"
 
 def memories(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
+
+
+def update_at_once(update, gradients, moments, params, updates):
+    held, updates = fetched(moments, updates)
+    params, after = update(gradients, held, params, updates)
+    return params, returned(after)
+
+
+@pytest.mark.slow(unless=["adafactor-lora*", "adamw-parallel*", "muon-parallel*"])
+@pytest.mark.parametrize("more", ["parallel.unroll_layers=2", "lora.rank=2"])
+@pytest.mark.parametrize("name", [*optimizers.KINDS])
+def test_groups_in_turn_give_the_update_of_all_at_once(name, more):
+    """Bit for bit, with frozen parameters too, and where the step makes no update."""
+    how = [*SIZES, f"optimizer.name={name}", more, AWAY]
+    trainer = Trainer.resolve(configs.load(SMALL, how), tuple(jax.devices()[:2]))
+    state, draw = trainer.init(), np.random.default_rng(0).normal
+    flags = is_trained(trainer.sharding.param_shardings(state.params))
+    trained, apply = select(flags, state.params), partial(optimizers.apply, trainer.optimizer)
+    at_once, in_turn = (
+        jax.jit(partial(update, apply)) for update in (update_at_once, update_in_turn)
+    )
+    want = got = (state.params, state.optimizer)
+    for updates in (True, True, False):
+        gradients = jax.tree.map(lambda leaf: jnp.float32(draw(size=leaf.shape)), trained)
+        want, got = (
+            update(gradients, moments, params, jnp.bool(updates))
+            for update, (params, moments) in ((at_once, want), (in_turn, got))
+        )
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_moments_wait_until_those_of_two_groups_before_have_returned():
+    """Each of five parameters is a group, and a result depends on all that it waits for."""
+    tree = {"embed_head": {}, "layers": tuple({"w": jnp.ones(3)} for _ in range(5))}
+    update = lambda gradients, moments, params, updates: (moments["mu"], moments)  # noqa: E731
+    jaxpr = jax.make_jaxpr(partial(update_in_turn, update, tree))({"mu": tree}, tree, True)
+    for group in range(5):
+        moments = used_inputs(jaxpr, [group == other for other in range(5)] + [False] * 5)[:5]
+        earlier = {
+            0,
+            *range(group, -1, -2),
+        }  # 0: its barrier has passed on whether there is an update
+        assert {other for other, is_used in enumerate(moments) if is_used} == earlier
 
 
 @pytest.mark.slow
