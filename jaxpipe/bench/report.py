@@ -146,11 +146,11 @@ def _measure(item: Item, result: ReportResult, write: Callable[[], None]) -> Non
 
 
 def _last_line(output: TextIO) -> str:
-    """Return the last error line of a process's output, or else its last line."""
+    """Return the last error of a process's output with what follows it, or else its last line."""
     output.seek(0)
     lines = [line.strip() for line in output if line.strip()] or ["it printed nothing"]
-    errors = [line for line in lines if _ERROR.match(line)]
-    return (errors or lines)[-1][:300]
+    errors = [at for at, line in enumerate(lines) if _ERROR.match(line)]
+    return " ".join(lines[(errors or [-1])[-1] :])[:300]
 
 
 def _machine(*, cpu: bool) -> str:

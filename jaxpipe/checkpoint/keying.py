@@ -138,7 +138,11 @@ class StateKeying:
         }
 
     def _split_tree(self, tree: Tree) -> Tree:
-        """A stage-stacked tree in keyed form: every layer on its pipeline rank's devices."""
+        """A stage-stacked tree in keyed form: every layer on its pipeline rank's devices.
+
+        Nothing of it is in host memory. NumPy would not copy such an array, and while it is written
+        a step could not donate it.
+        """
         specs, layers = self.sharding.partition_specs(tree)["layers"], {}
         for number, run in enumerate(tree["layers"]):
             leaves, structure = jax.tree.flatten(run)
@@ -149,7 +153,7 @@ class StateKeying:
             for index, layer in own.items():
                 parts = (self._of_rank(row, index) for row in rows[index[1:]])
                 layers[str(layer)] = structure.unflatten(parts)
-        return {"embed_head": tree["embed_head"], "layers": layers}
+        return {"embed_head": to_device(tree["embed_head"]), "layers": layers}
 
     def _stack_tree(self, keyed: Tree, like: Tree) -> Tree:
         specs, runs = self.sharding.partition_specs(like)["layers"], []

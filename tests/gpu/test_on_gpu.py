@@ -95,6 +95,9 @@ def test_moments_on_the_host_take_no_memory_of_the_device(tmp_path):
     check(trainer.state_of(parts))
     del parts
     state, metrics = trainer.train_step(trainer.init(), batch)
+    with CheckpointStore(tmp_path, keep=1, asynchronous=True, keying=keying) as checkpoints:
+        checkpoints.save(1, state, {})
+        state, metrics = trainer.train_step(state, batch)  # while it is written
     del metrics
     check(state)
 

@@ -108,9 +108,10 @@ def test_a_new_state_and_a_restored_one_have_them_there(tmp_path):
         one for one in jax.tree.leaves(nodes, is_leaf=is_stage_stacked) if is_stage_stacked(one)
     ]
     assert {*jax.tree.leaves(stacked)} == {jax.memory.Space.Host}
-    keying = StateKeying(trainer.layout, trainer.sharding)
+    keying, state = StateKeying(trainer.layout, trainer.sharding), trainer.init()
+    assert memories(keying.to_padded_keyed(state)) == {"device"}  # as it is written
     with CheckpointStore(tmp_path, keep=1, asynchronous=False, keying=keying) as checkpoints:
-        checkpoints.save(0, trainer.init(), {})
+        checkpoints.save(0, state, {})
         parts, _ = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
     moments = jax.tree.leaves(parts["optimizer"], is_leaf=is_stage_stacked)
     assert memories([one for one in moments if is_stage_stacked(one)]) == {"pinned_host"}
