@@ -30,6 +30,56 @@ class _ArrayProxy:
         return getattr(self._array, name)
 
 
+class HostArray(_ArrayProxy):
+    """An array as it is written, of which the devices hold nothing any more: its copy on the host.
+
+    Orbax writes shards that are arrays of jax, so they are on the host's CPU device.
+
+    Attributes:
+      addressable_shards: as of a `jax.Array`; the data of replicas, which are not written, is only
+        a shape.
+    """
+
+    def __init__(self, array: jax.Array, device: jax.Device):
+        super().__init__(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding))
+        self.addressable_shards = [
+            SimpleNamespace(
+                data=jax.ShapeDtypeStruct(shard.data.shape, array.dtype)
+                if shard.replica_id
+                else jax.device_put(np.asarray(shard.data), device),
+                index=shard.index,
+                replica_id=shard.replica_id,
+            )
+            for shard in array.addressable_shards
+        ]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        whole = np.empty(self.shape, self.dtype)
+        for shard in self.addressable_shards:
+            if not shard.replica_id:
+                whole[shard.index] = shard.data
+        return np.asarray(whole, dtype)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return np.asarray(self)[index]
+
+
+def copy_to_host(arrays: Sequence[jax.Array]) -> list[Any]:
+    """The arrays as `HostArray`s; where `JAX_PLATFORMS` leaves out the CPU, the arrays as they are.
+
+    Returns when they are copied, so that their memory on the devices can be used again.
+    """
+    try:
+        (device, *_) = jax.local_devices(backend="cpu")
+    except RuntimeError:
+        return list(arrays)
+    for array in arrays:
+        for shard in array.addressable_shards:
+            if not shard.replica_id:
+                shard.data.copy_to_host_async()
+    return [HostArray(array, device) for array in arrays]
+
+
 class UnpaddedArray(_ArrayProxy):
     """A padded array as it is written: with its unpadded `shape`.
 
@@ -38,7 +88,7 @@ class UnpaddedArray(_ArrayProxy):
     chunks of padding are not written.
     """
 
-    def __init__(self, array: jax.Array, shape: tuple[int, ...]):
+    def __init__(self, array: jax.Array | HostArray, shape: tuple[int, ...]):
         super().__init__(array)
         self.shape = shape
 
@@ -88,14 +138,14 @@ class _LocalShardHandler(ocp.type_handlers.ArrayHandler):
 
     async def serialize(
         self,
-        values: Sequence[jax.Array | UnpaddedArray],
+        values: Sequence[jax.Array | HostArray | UnpaddedArray],
         infos: Sequence[Any],
         args: Sequence[Any] | None = None,
     ) -> Sequence[Any]:
         """Start writing the shards that this process holds."""
         args = args or [ocp.SaveArgs()] * len(values)
         held = [
-            (value if isinstance(value, UnpaddedArray) else _ArrayProxy(value), info, arg)
+            (value if isinstance(value, _ArrayProxy) else _ArrayProxy(value), info, arg)
             for value, info, arg in zip(values, infos, args)
             if value.sharding.addressable_devices
         ]
@@ -161,6 +211,6 @@ def make_state_handler() -> StateHandler:
     """
     arrays = _LocalShardHandler()
     registry = ocp.type_handlers.create_type_handler_registry(
-        (jax.Array, arrays), (UnpaddedArray, arrays)
+        *((kind, arrays) for kind in (jax.Array, HostArray, UnpaddedArray))
     )
     return StateHandler(type_handler_registry=registry, use_compression=False)

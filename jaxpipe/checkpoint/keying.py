@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxpipe.checkpoint.handler import UnpaddedArray
+from jaxpipe.checkpoint.handler import UnpaddedArray, copy_to_host
 from jaxpipe.parallel import (
     ParamSharding,
     Sharding,
@@ -40,7 +40,7 @@ LeafFunction = Callable[
 
 @dataclass(frozen=True)
 class StateKeying:
-    """Converts stage-stacked form to keyed form and back, without copies to the host.
+    """Converts stage-stacked form to keyed form and back.
 
     The methods take a state: a pytree that contains stage-stacked trees, such as parameters and
     moments, and other arrays, such as the step.
@@ -63,10 +63,14 @@ class StateKeying:
     sharding: Sharding
 
     def to_keyed(self, state: Tree) -> Tree:
-        """The state in keyed form, without padding, ready to be saved."""
+        """The state in keyed form, without padding, ready to be saved.
+
+        Layers are copied to the host one by one, so the devices need no memory for all of them.
+        """
         unpadded = ParamSharding(())
         stored = self._map(state, lambda leaf, stored, index: stored, lambda leaf: unpadded)
-        return jax.tree.map(self._remove_padding, self.to_padded_keyed(state), stored)
+        keyed = map_stage_stacked(partial(self._split_tree, hold=copy_to_host), state)
+        return jax.tree.map(self._remove_padding, keyed, stored)
 
     def to_padded_keyed(self, state: Tree) -> Tree:
         """The state in keyed form with this layout's padding, as a restore returns it."""
@@ -137,23 +141,26 @@ class StateKeying:
             "layers": {str(i): layer(i) for i in range(self.layout.layers)},
         }
 
-    def _split_tree(self, tree: Tree) -> Tree:
+    def _split_tree(
+        self, tree: Tree, hold: Callable[[list[jax.Array]], list[Any]] = lambda arrays: arrays
+    ) -> Tree:
         """A stage-stacked tree in keyed form: every layer on its pipeline rank's devices.
 
-        Nothing of it is in host memory. NumPy would not copy such an array, and while it is written
-        a step could not donate it.
+        `hold` maps the arrays of a layer to those that are returned. None is in host memory as
+        moments may be: NumPy would not copy it, and while it is written a step could not donate it.
         """
         specs, layers = self.sharding.partition_specs(tree)["layers"], {}
         for number, run in enumerate(tree["layers"]):
             leaves, structure = jax.tree.flatten(run)
-            own, rows = self.layout.layers_of(number), {}
-            for place in {index[1:] for index in own}:
+            own = self.layout.layers_of(number)
+            for place in dict.fromkeys(index[1:] for index in own):
                 take = partial(_take_rows, place, self.mesh)
-                rows[place] = self._by_group(number, take, leaves, jax.tree.leaves(specs[number]))
-            for index, layer in own.items():
-                parts = (self._of_rank(row, index) for row in rows[index[1:]])
-                layers[str(layer)] = structure.unflatten(parts)
-        return {"embed_head": to_device(tree["embed_head"]), "layers": layers}
+                rows = self._by_group(number, take, leaves, jax.tree.leaves(specs[number]))
+                for index in (index for index in own if index[1:] == place):
+                    parts = hold([self._of_rank(row, index) for row in rows])
+                    layers[str(own[index])] = structure.unflatten(parts)
+        off_host = lambda leaf: to_device(leaf) if leaf.sharding.memory_kind == HOST else leaf  # noqa: E731
+        return {"embed_head": jax.tree.map(off_host, tree["embed_head"]), "layers": layers}
 
     def _stack_tree(self, keyed: Tree, like: Tree) -> Tree:
         specs, runs = self.sharding.partition_specs(like)["layers"], []
@@ -198,7 +205,7 @@ class StateKeying:
             row.shape, sharding, shards, dtype=row.dtype
         )
 
-    def _remove_padding(self, leaf: jax.Array, stored: ParamSharding) -> Any:
+    def _remove_padding(self, leaf: Any, stored: ParamSharding) -> Any:
         """An array of the keyed form as it is written: without padding.
 
         Orbax needs chunks of equal size. The shards of an uneven vocabulary may have no common

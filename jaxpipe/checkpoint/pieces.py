@@ -19,6 +19,7 @@ import xxhash
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxpipe.checkpoint.exclusion import leaves_by_name
+from jaxpipe.checkpoint.handler import HostArray
 from jaxpipe.checkpoint.integrity import (
     DamagedError,
     add_checksum,
@@ -107,7 +108,8 @@ def copy_shards(keyed: Tree) -> tuple[list[Shard], list[np.ndarray]]:
     for name, leaf, shard in found:
         bounds = _bounds_of(shard.index, leaf.shape)
         shards.append(Shard(name, jnp.dtype(leaf.dtype).name, tuple(leaf.shape), bounds, offset))
-        values.append(np.array(shard.data))
+        on_host = isinstance(leaf, HostArray)  # and nothing else writes there
+        values.append(np.asarray(shard.data) if on_host else np.array(shard.data))
         offset += shards[-1].bytes
     return shards, values
 

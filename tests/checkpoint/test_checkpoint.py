@@ -12,14 +12,19 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from commands import SMALL
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpipe import config as configs
 from jaxpipe.checkpoint import FORMAT, CheckpointStore, StateKeying, read_state
+from jaxpipe.checkpoint import keying as keying_module
+from jaxpipe.checkpoint.handler import copy_to_host
 from jaxpipe.checkpoint.integrity import read_meta
 from jaxpipe.checkpoint.listing import list_steps
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import ConfigError
 from jaxpipe.parallel import Sharding, StageLayout, make_mesh
+from jaxpipe.training.trainer import Trainer
 
 LAYERS = 7
 DATA = Path(__file__).parents[1] / "data"
@@ -99,6 +104,34 @@ def test_a_save_and_a_restore_compile_one_program_each(caplog):
     messages = [record.getMessage() for record in caplog.records]
     compiled = [message.split()[1] for message in messages if message.startswith("Compiling ")]
     assert compiled == ["jit(_take_rows)", "jit(_stack_rows)"]
+
+
+@pytest.mark.parametrize("unroll", [1, 4])
+def test_a_save_takes_memory_on_the_devices_for_one_layer_at_a_time(monkeypatch, unroll):
+    """Of runs with four layers or one, on two pipeline ranks."""
+    how = ["model.n_layers=8", "parallel.pp=2", "parallel.dp=1", f"parallel.unroll_layers={unroll}"]
+    trainer = Trainer.resolve(configs.load(SMALL, how), tuple(jax.devices()[:2]))
+    state = trainer.init()
+    layers = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params["layers"]))
+    own, taken = set(), []
+
+    def buffers(arrays):
+        shards = [shard.data for array in arrays for shard in array.addressable_shards]
+        return {shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}
+
+    def copied(arrays):
+        live = buffers(jax.live_arrays())
+        taken.append(sum(live[one] for one in live.keys() - before - own))
+        copies = copy_to_host(arrays)
+        own.update(buffers(copies))  # here they are the devices' buffers
+        return copies
+
+    before = buffers(jax.live_arrays()).keys()
+    monkeypatch.setattr(keying_module, "copy_to_host", copied)
+    keyed = StateKeying(trainer.layout, trainer.sharding).to_keyed(state)
+    assert len(taken) == 3 * 8  # parameters and two moments
+    assert max(taken) < 2.5 * layers / 8  # with the arrays of which a layer's are made
+    assert not jax.tree.leaves(keyed)[-1].addressable_shards[0].data.is_deleted()
 
 
 CHAIN = [[2, 2, 2, 1], [4, 3], [7], [3, 2, 2], [3, 1, 3], [1, 1, 1, 1, 1, 1, 1]]
