@@ -65,6 +65,8 @@ def list_items(*, cpu: bool) -> tuple[Item, ...]:
         Item("step-selective", "a step on one GPU", bench("train", selective)),
         Item("step-unrolled", "the same without a loop over layers, each tick one CUDA graph",
              bench("train", selective, "parallel.unroll_layers=12")),
+        Item("step-moments", "the same with moments on the host between updates",
+             bench("train", selective, "train.offload_moments=true")),
         Item("step-full", "a step that recomputes all", bench("train", "train.remat=full")),
         Item("step-none", "a step that stores everything", bench("train", "train.remat=none")),
         Item("step-selective-fp8", "the same in fp8", bench("train", selective, fp8)),
