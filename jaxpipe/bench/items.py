@@ -55,7 +55,7 @@ def list_items(*, cpu: bool) -> tuple[Item, ...]:
         tiny = (word for word in _TINY if _key(word) not in named)
         return ("jaxpipe.bench", what, _ON_CPU[config], *tiny, *words, *options)
 
-    length = 64 if cpu else 32768
+    length = 64 if cpu else 16384
     long = (f"train.seq_len={length}", f"model.max_seq_len={length}", "train.loss_chunks=8")
     two = ("parallel.pp=2", *(("runtime.cpu_devices=2",) if cpu else ()))
     selective, fp8 = "train.remat=selective", "train.fp8=delayed"
@@ -82,7 +82,7 @@ def list_items(*, cpu: bool) -> tuple[Item, ...]:
         Item("latent", "a layer of latent attention and 16 experts", layer(16, config=LATENT)),
         Item("packed", "rows of at most 32 documents",
              bench("train", selective, "data.packing=best_fit", "data.max_documents=32")),
-        Item("long", "attention over 32,768 tokens", bench("ops", *long, "--layers", "1")),
+        Item("long", "attention over 16,384 tokens", bench("ops", *long, "--layers", "1")),
         Item("tests", "the tests that need a GPU",
              ("pytest", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"), 300,
              writes=False),

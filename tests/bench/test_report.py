@@ -122,7 +122,7 @@ def test_the_commands_of_a_report_can_be_read(cpu):
             config = configs.load(ROOT / path, overrides)
             resolved(config)
             assert config.runtime.cpu_devices == (cpu and config.parallel.pp)
-            assert config.train.seq_len == (64 if cpu else 32768 if item.name == "long" else 4096)
+            assert config.train.seq_len == (64 if cpu else 16384 if item.name == "long" else 4096)
 
 
 @pytest.mark.parametrize(
