@@ -64,20 +64,20 @@ class HostArray(_ArrayProxy):
         return np.asarray(self)[index]
 
 
-def copy_to_host(arrays: Sequence[jax.Array]) -> list[Any]:
-    """The arrays as `HostArray`s; where `JAX_PLATFORMS` leaves out the CPU, the arrays as they are.
+def copy_to_host(arrays: Any) -> Any:
+    """A tree of arrays as `HostArray`s; as it is where `JAX_PLATFORMS` leaves out the CPU.
 
-    Returns when they are copied, so that their memory on the devices can be used again.
+    Returns when all are copied, so that their memory on the devices can be used again.
     """
     try:
         (device, *_) = jax.local_devices(backend="cpu")
     except RuntimeError:
-        return list(arrays)
-    for array in arrays:
+        return arrays
+    for array in jax.tree.leaves(arrays):
         for shard in array.addressable_shards:
             if not shard.replica_id:
                 shard.data.copy_to_host_async()
-    return [HostArray(array, device) for array in arrays]
+    return jax.tree.map(lambda array: HostArray(array, device), arrays)
 
 
 class UnpaddedArray(_ArrayProxy):

@@ -141,13 +141,10 @@ class StateKeying:
             "layers": {str(i): layer(i) for i in range(self.layout.layers)},
         }
 
-    def _split_tree(
-        self, tree: Tree, hold: Callable[[list[jax.Array]], list[Any]] = lambda arrays: arrays
-    ) -> Tree:
+    def _split_tree(self, tree: Tree, hold: Callable[[Tree], Tree] = lambda arrays: arrays) -> Tree:
         """A stage-stacked tree in keyed form: every layer on its pipeline rank's devices.
 
-        `hold` maps the arrays of a layer to those that are returned. None is in host memory as
-        moments may be: NumPy would not copy it, and while it is written a step could not donate it.
+        `hold` maps the arrays of the layers of one layer slot to those that are returned.
         """
         specs, layers = self.sharding.partition_specs(tree)["layers"], {}
         for number, run in enumerate(tree["layers"]):
@@ -156,11 +153,12 @@ class StateKeying:
             for place in dict.fromkeys(index[1:] for index in own):
                 take = partial(_take_rows, place, self.mesh)
                 rows = self._by_group(number, take, leaves, jax.tree.leaves(specs[number]))
-                for index in (index for index in own if index[1:] == place):
-                    parts = hold([self._of_rank(row, index) for row in rows])
-                    layers[str(own[index])] = structure.unflatten(parts)
-        off_host = lambda leaf: to_device(leaf) if leaf.sharding.memory_kind == HOST else leaf  # noqa: E731
-        return {"embed_head": jax.tree.map(off_host, tree["embed_head"]), "layers": layers}
+                slot = {layer: index for index, layer in own.items() if index[1:] == place}
+                held = hold(
+                    [[self._of_rank(row, index) for row in rows] for index in slot.values()]
+                )
+                layers |= {str(layer): structure.unflatten(one) for layer, one in zip(slot, held)}
+        return {"embed_head": jax.tree.map(_from_host, tree["embed_head"]), "layers": layers}
 
     def _stack_tree(self, keyed: Tree, like: Tree) -> Tree:
         specs, runs = self.sharding.partition_specs(like)["layers"], []
@@ -261,6 +259,14 @@ class StateKeying:
             return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
 
         return [row(places[place]) for place in sorted(places)]
+
+
+def _from_host(leaf: jax.Array) -> jax.Array:
+    """The array, copied to the device if it is in host memory (`train.offload_moments`).
+
+    NumPy would not copy it there, and a step could not donate it while it is written.
+    """
+    return to_device(leaf) if leaf.sharding.memory_kind == HOST else leaf
 
 
 # In an array of a layer slot the devices of each pipeline rank hold their own layer, though its
