@@ -11,7 +11,6 @@ from jaxpipe.parallel import is_stage_stacked, map_stage_stacked
 from jaxpipe.pipeline import buffers
 
 Tree = Any
-_AT_ONCE = 2  # groups of parameters whose moments are on the device at once
 
 
 def kept_on_host(shardings: Tree) -> Tree:
@@ -51,20 +50,20 @@ def update_in_turn(
     """Update parameters, and moments in host memory, one group of parameters after the other.
 
     The moments of a group are copied to the device once `updates` is computed and those of the
-    group `_AT_ONCE` before it have returned. XLA would copy all of them at once, and they would
-    need as much device memory as if they had never left.
+    group before it have returned. XLA would copy all of them at once, and they would need as much
+    device memory as if they had never left.
 
     Args:
       update: takes gradients, moments, parameters and `updates`, a bool array, and returns new
         parameters and moments (`optimizer.apply`). It must treat every parameter by itself.
     """
     changed, done = [], []
-    for at, group in enumerate(_groups(params)):
-        held, before = _of_group(group, moments), at - _AT_ONCE
-        if before < 0:
-            held, updates = fetched(held, updates)
+    for group in _groups(params):
+        held = _of_group(group, moments)
+        if done:
+            held, done[-1] = fetched(held, done[-1])
         else:
-            held, done[before] = fetched(held, done[before])
+            held, updates = fetched(held, updates)
         of_group = _of_group(group, gradients), held, _of_group(group, params)
         leaves, held = update(*of_group, updates)
         changed.append(leaves)
