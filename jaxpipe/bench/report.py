@@ -41,7 +41,7 @@ class ItemOutcome(msgspec.Struct):
         command: that was run.
         seconds: it took.
         found: content of its JSON file, or its last line of output.
-        error: last line of a failed command, or the limit that ended it; "" if it succeeded.
+        error: last error of a failed command, or the limit that ended it; "" if it succeeded.
     """
 
     command: str

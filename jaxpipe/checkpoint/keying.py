@@ -65,7 +65,7 @@ class StateKeying:
     def to_keyed(self, state: Tree) -> Tree:
         """The state in keyed form, without padding, ready to be saved.
 
-        Layers are copied to the host one by one, so the devices need no memory for all of them.
+        Layers are copied to the host slot by slot, so the devices never hold copies of all.
         """
         unpadded = ParamSharding(())
         stored = self._map(state, lambda leaf, stored, index: stored, lambda leaf: unpadded)

@@ -17,7 +17,7 @@ from jax import lax
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.jax_internals import used_inputs
 from jaxpipe.optimizer.groups import Stores
-from jaxpipe.parallel import is_stage_stacked, map_stage_stacked
+from jaxpipe.parallel import is_stage_stacked, map_stage_stacked, stage_stacked_trees
 
 Tree = Any
 Name = tuple[str, ...] | None  # the path of a parameter; None: an array that belongs to none
@@ -65,8 +65,7 @@ def _on_each_rank(function: Callable[..., Tree], *trees: Tree) -> Tree:
         return node | {"layers": jax.tree.map(one, node["layers"])}
 
     result = jax.eval_shape(function, *map_stage_stacked(of_rank, trees))
-    nodes = jax.tree.leaves(trees, is_leaf=is_stage_stacked)
-    layers = jax.tree.leaves([node["layers"] for node in nodes if is_stage_stacked(node)])
+    layers = jax.tree.leaves([node["layers"] for node in stage_stacked_trees(trees)])
     ranks = layers[0].shape[0] if layers else 1  # none, if only embedding or head are trained
     return jax.vmap(function, _mapped_axes(trees), _mapped_axes(result), axis_size=ranks)(*trees)
 

@@ -1,7 +1,12 @@
 """The device mesh, the sharding of every array on it, and the collectives inside layers."""
 
 from jaxpipe.parallel.experts import ExpertParallel
-from jaxpipe.parallel.layout import StageLayout, is_stage_stacked, map_stage_stacked
+from jaxpipe.parallel.layout import (
+    StageLayout,
+    is_stage_stacked,
+    map_stage_stacked,
+    stage_stacked_trees,
+)
 from jaxpipe.parallel.mesh import (
     DP,
     EP,
@@ -38,4 +43,5 @@ __all__ = [
     "make_mesh",
     "map_stage_stacked",
     "shard_batch",
+    "stage_stacked_trees",
 ]

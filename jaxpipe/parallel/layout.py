@@ -274,6 +274,11 @@ def is_stage_stacked(node: Any) -> bool:
     return isinstance(node, dict) and node.keys() == {"embed_head", "layers"}
 
 
+def stage_stacked_trees(tree: Any) -> list[Any]:
+    """The stage-stacked trees in a tree, such as the moments of an optimizer state."""
+    return list(filter(is_stage_stacked, jax.tree.leaves(tree, is_leaf=is_stage_stacked)))
+
+
 def map_stage_stacked(
     change: Callable[[Any], Any], tree: Any, rest: Callable[[Any], Any] = lambda leaf: leaf
 ) -> Any:

@@ -69,7 +69,7 @@ def _values_on(
     import jax  # imported here: planning imports no jax
 
     from jaxpipe.optimizer import build
-    from jaxpipe.parallel import Sharding, is_stage_stacked
+    from jaxpipe.parallel import Sharding, stage_stacked_trees
 
     costs = costs_of(model)
     kinds = [kind.parameters for kind in costs.kinds.values()]
@@ -80,9 +80,7 @@ def _values_on(
     params = {"embed_head": costs.embed_head.shapes, "layers": layers}
     params = jax.eval_shape(sharding.pad, params)
     state = jax.eval_shape(build(optimizer, 1, sharding.param_shardings).init, params)
-    state = [
-        tree for tree in jax.tree.leaves(state, is_leaf=is_stage_stacked) if is_stage_stacked(tree)
-    ]
+    state = stage_stacked_trees(state)
 
     def values(select: Select, ranks: Axes, trained: bool) -> StoredValues:
         def each(tree: Any, gathered: Axes = (), always: Axes = (), unit: int = 0) -> Iterator[int]:

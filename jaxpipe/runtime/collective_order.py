@@ -8,8 +8,8 @@ device may wait in a collective of a branch and in one beside the branch at once
 Devices of one process may begin such collectives in different orders, because each has a channel of
 its own (`jax_internals.give_collectives_channels`). But a collective may occupy a thread while it
 waits, and if all threads waited, those that they wait for would never begin: a program is stored
-only if there are threads for all, and loaded only where there are as many. Between
-processes, gloo knows collectives by their order alone. On GPUs the order is that of a stream.
+only if there are threads for all, and loaded only where there are as many. Between processes, gloo
+knows collectives by their order alone. On GPUs the order is that of a stream.
 """
 
 import os

@@ -27,9 +27,9 @@ class Option(NamedTuple):
     Attributes:
       name: as in XLA_FLAGS, without dashes.
       purpose: when it is given. `step`: to every step; `offload`: with `train.offload_layers`;
-        `deterministic`: with `train.deterministic`;
-        `ring`: with `parallel.cp_method="ring"`; `deviceless`: only in `plan --check-gpu`, which
-        has no device; `costs`: in that check, for GPUs that XLA's cost model knows.
+        `deterministic`: with `train.deterministic`; `ring`: with `parallel.cp_method="ring"`;
+        `deviceless`: only in `plan --check-gpu`, which has no device; `costs`: in that check, for
+        GPUs that XLA's cost model knows.
       values: value by the first jax version for which it is right; the entry with the newest
         version that is not newer than the installed jax applies.
       why: the reason.

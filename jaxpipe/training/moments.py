@@ -7,7 +7,7 @@ import jax
 import optax
 from jax import lax
 
-from jaxpipe.parallel import is_stage_stacked, map_stage_stacked
+from jaxpipe.parallel import map_stage_stacked, stage_stacked_trees
 from jaxpipe.pipeline import buffers
 
 Tree = Any
@@ -36,9 +36,7 @@ def fetched(moments: Tree, after: Tree) -> tuple[Tree, Tree]:
     operand of a barrier whose result is not used. Counts pass it by: XLA sees then that they are
     the same for every group of `update_in_turn`, and rounds as in an update of all at once.
     """
-    nodes = jax.tree.leaves(moments, is_leaf=is_stage_stacked)
-    held = [node for node in nodes if is_stage_stacked(node)]
-    held, after = lax.optimization_barrier((held, after))
+    held, after = lax.optimization_barrier((stage_stacked_trees(moments), after))
     copies = iter(buffers.to_device(held))
     return map_stage_stacked(lambda _: next(copies), moments), after
 

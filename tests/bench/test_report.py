@@ -27,7 +27,7 @@ STEP = {
 # Commands instead of measurements: one writes given results, one never ends.
 COMMANDS = {
     "writes": f"import json, sys; open(sys.argv[2], 'w').write(json.dumps({STEP}))",
-    "fails": "import sys; print('it is broken'); sys.exit(3)",
+    "fails": "print('ValueError: it is broken\\n  as follows'); raise SystemExit(3)",
     "hangs": (
         "import os, pathlib, time\n"
         "pathlib.Path(__file__).with_name('pid').write_text(str(os.getpid()))\n"
@@ -64,14 +64,14 @@ def test_every_item_has_its_outcome_and_a_finished_one_is_not_run_again(
     assert command.main(words) == 0
     found = json.loads(out.read_text())
     assert found["items"]["one"]["found"] == STEP
-    assert found["items"]["two"]["error"] == "exit 3: it is broken"
+    assert found["items"]["two"]["error"] == "exit 3: ValueError: it is broken as follows"
     assert found["items"]["three"]["error"] == "ended after its limit of 1 s"
     assert found["items"]["three"]["found"] == {"said": "started"}
     assert found["versions"]["jax"]
     assert found["command"] == f"python -m jaxpipe.bench report --cpu --out {out}"
     said = capsys.readouterr().out
     assert "| one | fp8 | full | 1,234 | 500 | 50.0% | 16.0 |" in said
-    assert "| two | 0 | exit 3: it is broken |" in said
+    assert "| two | 0 | exit 3: ValueError: it is broken as follows |" in said
     every[1] = Item("two", "to see", ("writes",), 60)
     (commands / "writes.py").write_text(COMMANDS["writes"].replace("1234.0", "4321.0"))
     assert command.main([*words, "--items", "one", "two"]) == 0

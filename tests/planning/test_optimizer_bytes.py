@@ -8,7 +8,7 @@ from commands import SMALL
 
 from jaxpipe import config as configs
 from jaxpipe.optimizer import KINDS
-from jaxpipe.parallel import is_stage_stacked
+from jaxpipe.parallel import stage_stacked_trees
 from jaxpipe.planning import rank_bytes
 from jaxpipe.training.trainer import Trainer
 
@@ -25,8 +25,7 @@ def trainer_of(name, zero_stage, dp=3):
 
 def of_parameters(state):
     """Return the leaves of the trees like the parameters: counts belong to no parameter."""
-    nodes = jax.tree.leaves(state, is_leaf=is_stage_stacked)
-    return jax.tree.leaves([node for node in nodes if is_stage_stacked(node)])
+    return jax.tree.leaves(stage_stacked_trees(state))
 
 
 def planned(trainer):

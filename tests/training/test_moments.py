@@ -17,7 +17,7 @@ from jaxpipe import config as configs
 from jaxpipe import optimizer as optimizers
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.jax_internals import used_inputs
-from jaxpipe.parallel import is_stage_stacked
+from jaxpipe.parallel import is_stage_stacked, stage_stacked_trees
 from jaxpipe.parallel.flags import is_trained, select
 from jaxpipe.planning import Devices, arrange
 from jaxpipe.planning.memory import rank_bytes
@@ -100,17 +100,13 @@ def test_a_new_state_and_a_restored_one_have_them_there(tmp_path):
     traced = jax.make_jaxpr(trainer.unplaced, return_shape=True)(trainer.state_shapes.params)
     spaces = [aval.memory_space for aval in traced[0].out_avals]
     nodes = jax.tree.unflatten(jax.tree.structure(traced[1]), spaces).optimizer
-    stacked = [
-        one for one in jax.tree.leaves(nodes, is_leaf=is_stage_stacked) if is_stage_stacked(one)
-    ]
-    assert {*jax.tree.leaves(stacked)} == {jax.memory.Space.Host}
+    assert {*jax.tree.leaves(stage_stacked_trees(nodes))} == {jax.memory.Space.Host}
     keying, state = StateKeying(trainer.layout, trainer.sharding), trainer.init()
     assert memories(keying.to_padded_keyed(state)) == {"device"}  # as it is written
     with CheckpointStore(tmp_path, keep=1, asynchronous=False, keying=keying) as checkpoints:
         checkpoints.save(0, state, {})
         parts, _ = checkpoints.restore(trainer.state_shapes.parts(), say=pytest.fail)
-    moments = jax.tree.leaves(parts["optimizer"], is_leaf=is_stage_stacked)
-    assert memories([one for one in moments if is_stage_stacked(one)]) == {"pinned_host"}
+    assert memories(stage_stacked_trees(parts["optimizer"])) == {"pinned_host"}
     assert memories(parts["params"]) == {"device"}
 
 
