@@ -8,7 +8,7 @@ checkpoint copies them into each of its own checkpoints.
 import base64
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -120,11 +120,11 @@ class ServingFiles:
         generation = _read_json(directory / GENERATION)
         return replace(self, token_ids=ids, generation=generation, files=files)
 
-    def with_eos_token(self, token: int | None, tokenizer: Path | None) -> Self:
-        """A copy in which `token` is an EOS token too.
+    def with_eos_tokens(self, tokens: Sequence[int], tokenizer: Path | None) -> Self:
+        """A copy in which `tokens` are EOS tokens too.
 
         Args:
-          token: the end-of-document token of the training data; None: not known.
+          tokens: that end documents or turns in the training data.
           tokenizer: path of the training data's tokenizer.json, which is used if no other tokenizer
             is known.
         """
@@ -133,14 +133,14 @@ class ServingFiles:
             files = {TOKENIZER: tokenizer.read_bytes()}
             described: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
             names = {number: name for name, number in _iterate_tokens(files)}
-            if token in names:
-                described["eos_token"] = names[token]
+            if tokens and tokens[0] in names:
+                described["eos_token"] = names[tokens[0]]
             files[TOKENIZER_CONFIG] = json.dumps(described, indent=2).encode()
             copy = replace(copy, files=files)
-        if token is None:
+        if not tokens:
             return copy
-        ids = copy.token_ids | _join_eos([*_eos_of(copy.token_ids), token])
-        generation = copy.generation and copy.generation | _join_eos([*copy.eos_token_ids, token])
+        ids = copy.token_ids | _join_eos([*_eos_of(copy.token_ids), *tokens])
+        generation = copy.generation and copy.generation | _join_eos([*copy.eos_token_ids, *tokens])
         return replace(copy, token_ids=ids, generation=generation)
 
     def write(self, directory: Path) -> None:

@@ -21,8 +21,14 @@ import msgspec
 
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.data.optional import import_optional
-from jaxpipe.data.records import Message, Passages
-from jaxpipe.data.tokenizing import BYTES, TOKENIZER_CONFIG, read_json, tokenizer_file
+from jaxpipe.data.records import ConversationWriter, Message, Passages
+from jaxpipe.data.tokenizing import (
+    BYTES,
+    TOKENIZER_CONFIG,
+    Tokenizer,
+    read_json,
+    tokenizer_file,
+)
 
 _TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _PROCESSOR_TEMPLATE = "chat_template.json"
@@ -218,6 +224,22 @@ def _environment() -> Any:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
+
+
+def find_end_of_turn(writer: ConversationWriter, tokenizer: Tokenizer) -> int | None:
+    """Return the special token that ends the assistant's messages; None: none does.
+
+    A model that is trained on such conversations ends its replies with it.
+    """
+    question = Message({"role": "user", "content": "question"}, counts=False)
+    reply = Message({"role": "assistant", "content": "reply"}, counts=True)
+    try:
+        passages = writer.write([question, reply], [])
+    except ValueError:
+        return None
+    learned = "".join(text for text, counts in passages if counts)
+    [after] = tokenizer.encode([[(learned.rpartition("reply")[2], True)]])
+    return next((token for token in after.ids.tolist() if tokenizer.mark_of(token)), None)
 
 
 def find_chat_template(name: str) -> Path | None:

@@ -62,6 +62,7 @@ class FolderManifest(msgspec.Struct, frozen=True, kw_only=True):
     unlearned: int = 0  # documents left out because none of their tokens counts in the loss
     origin: str  # digest of the inputs and options
     pairs: bool = False  # whether documents 2 i and 2 i + 1 are the answers of a pair
+    end_of_turn: int | None = None  # id at the end of the assistant's messages, if it has such
     shards: tuple[ShardEntry, ...]
 
 

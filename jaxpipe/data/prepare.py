@@ -19,7 +19,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.chat_templates import ChatTemplate, find_chat_template, load_chat_template
+from jaxpipe.data.chat_templates import (
+    ChatTemplate,
+    find_chat_template,
+    find_end_of_turn,
+    load_chat_template,
+)
 from jaxpipe.data.journal import PieceResult, lock_folder, open_journal
 from jaxpipe.data.manifest import (
     JOURNAL,
@@ -33,7 +38,7 @@ from jaxpipe.data.manifest import (
 from jaxpipe.data.pairs import OF_PAIR
 from jaxpipe.data.pieces import InputPiece, divide_files, list_input_files
 from jaxpipe.data.readers import DocumentReader
-from jaxpipe.data.records import ChatML, Passages, RecordConverter
+from jaxpipe.data.records import ChatML, ConversationWriter, Passages, RecordConverter
 from jaxpipe.data.tokenizing import (
     BYTES,
     TOKENIZER,
@@ -88,9 +93,11 @@ def prepare(
             f"left out beside JSON and Parquet: {_join_files(left_out)}; name those to read",
         )
     pieces = divide_files(files, options.piece_size)
-    template = load_chat_template(options.tokenizer) if options.chat else None
     eod, bos = (named or "none" * options.chat for named in (options.eod, options.bos))
-    entry = describe_tokenizer(options.tokenizer, load_tokenizer(options.tokenizer), eod, bos)
+    tokenizer = load_tokenizer(options.tokenizer)
+    template = load_chat_template(options.tokenizer) if options.chat else None
+    writer = template or ChatML(describe_chat_fault(options.tokenizer, tokenizer))
+    entry = describe_tokenizer(options.tokenizer, tokenizer, eod, bos)
     keys = [_piece_key(piece, options, entry, template) for piece in pieces]
     origin = hashlib.blake2b(" ".join(keys).encode(), digest_size=16).hexdigest()
     with lock_folder(folder):
@@ -99,9 +106,7 @@ def prepare(
         with open_journal(folder, keys, options.skip_bad_lines) as (journal, done):
             remaining = [piece for piece in pieces if piece.number not in done]
             unused = None if template else find_chat_template(options.tokenizer)
-            work = partial(
-                write_piece, options=options, entry=entry, template=template, folder=folder
-            )
+            work = partial(write_piece, options=options, entry=entry, writer=writer, folder=folder)
             with (
                 run_workers(min(processes, len(remaining)), work, iter(remaining)) as results,
                 _show_progress(pieces, remaining, console) as show,
@@ -121,7 +126,11 @@ def prepare(
                     else:
                         show(*value)
             results = [done[piece.number] for piece in pieces]
-            manifest = _build_manifest(results, entry, origin, pairs=options.pairs)
+            has_chats = any(one.chats for one in results)
+            manifest = _build_manifest(
+                results, entry, origin, pairs=options.pairs,
+                end_of_turn=find_end_of_turn(writer, tokenizer) if has_chats else None,
+            )  # fmt: skip
             if not manifest.documents:
                 what = "that counts in the loss " if manifest.unlearned else ""
                 raise ConfigError(f"there is no text {what}in the inputs of {folder}: give others.")
@@ -135,7 +144,7 @@ def write_piece(
     *,
     options: PrepareOptions,
     entry: TokenizerEntry,
-    template: ChatTemplate | None,
+    writer: ConversationWriter,
     folder: Path,
 ) -> PieceResult:
     """Write a piece to its shard, and report input bytes and tokens as they are processed."""
@@ -159,7 +168,6 @@ def write_piece(
             if len(batch.lengths):
                 yield batch
 
-    writer = template or ChatML(describe_chat_fault(options.tokenizer, tokenizer))
     ignored = frozenset(options.ignored)
     records = RecordConverter(options.field, ignored, writer, options.chat, options.pairs)
     reader = DocumentReader(records, options.skip_bad_lines, advance)
@@ -284,7 +292,12 @@ def _complete_folder(folder: Path, manifest: FolderManifest, tokenizer: str) -> 
 
 
 def _build_manifest(
-    done: list[PieceResult], entry: TokenizerEntry, origin: str, *, pairs: bool
+    done: list[PieceResult],
+    entry: TokenizerEntry,
+    origin: str,
+    *,
+    pairs: bool,
+    end_of_turn: int | None,
 ) -> FolderManifest:
     shards = tuple(one.shard for one in done if one.shard)
     return FolderManifest(
@@ -301,6 +314,7 @@ def _build_manifest(
         unlearned=sum(one.unlearned for one in done),
         origin=origin,
         pairs=pairs,
+        end_of_turn=end_of_turn,
         shards=shards,
     )
 

@@ -134,12 +134,15 @@ def _fresh(trainer: Trainer, params: Tree) -> State:
 
 
 def _ending_as(data: DataConfig, serving: ServingFiles) -> ServingFiles:
-    """Add the end-of-document token of the prepared data to the EOS tokens of `serving`."""
+    """Add the ends of documents and of turns in the prepared data to the EOS tokens."""
     alone = [data.path] if data.source == "file" else []
     paths = [source.path for source in data.sources if source.weight] or alone
     folders = [folder for path in paths for folder in find_prepared_folders(path)]
-    for folder in folders[:1]:  # all were prepared with the same tokenizer
-        serving = serving.with_eos_token(read_manifest(folder).tokenizer.eod, folder / TOKENIZER)
+    for folder in folders:  # all were prepared with the same tokenizer
+        manifest = read_manifest(folder)
+        ends = [manifest.tokenizer.eod, manifest.end_of_turn]
+        tokens = [token for token in ends if token is not None]
+        serving = serving.with_eos_tokens(tokens, folder / TOKENIZER)
     return serving
 
 

@@ -168,14 +168,15 @@ def test_ids_of_config_json_alone(tmp_path, capsys, model, changes, expected):
 
 def prepared_folder(tmp_path, tokenizer, eod):
     data = pytest.importorskip("jaxpipe.data.__main__")
-    (tmp_path / "text.jsonl").write_text('{"text": "abab"}\n' * 3000)
-    words = ["prepare", tmp_path / "text.jsonl", "--tokenizer", tokenizer, "--eod", eod]
+    messages = [{"role": role, "content": "abab"} for role in ("user", "assistant")]
+    (tmp_path / "chats.jsonl").write_text(3000 * f"{json.dumps({'messages': messages})}\n")
+    words = ["prepare", tmp_path / "chats.jsonl", "--tokenizer", tokenizer, "--chat", "--eod", eod]
     assert data.main([str(word) for word in (*words, "--out", tmp_path / "data")]) == 0
     return tmp_path / "data"
 
 
 def byte_level(directory):
-    """Write a byte tokenizer with two more tokens, as `tokenizers` does."""
+    """Write a tokenizer with two special tokens, of which the chat template writes one."""
     tokenizers = pytest.importorskip("tokenizers")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[:60]
     vocab = {name: number for number, name in enumerate(["a", "b", *alphabet[:20]])}
@@ -183,13 +184,15 @@ def byte_level(directory):
     made.add_special_tokens(["<end>", "<other>"])
     directory.mkdir()
     made.save(str(directory / "tokenizer.json"))
-    return directory, made.token_to_id("<end>")
+    template = "{% for one in messages %}{{ one.content }}<other>{% endfor %}"
+    (directory / "chat_template.jinja").write_text(template)
+    return directory, [made.token_to_id("<end>"), made.token_to_id("<other>")]
 
 
 @pytest.mark.slow(only=["False", "True"])
 @pytest.mark.parametrize("imported", [False, True])
-def test_the_data_say_what_ends_a_text(tmp_path, capsys, imported):
-    tokenizer, end = byte_level(tmp_path / "tok")
+def test_the_data_say_what_ends_a_text_or_a_turn(tmp_path, capsys, imported):
+    tokenizer, ends = byte_level(tmp_path / "tok")
     folder = prepared_folder(tmp_path, tokenizer, "<end>")
     of_data = ["data.source=file", f"data.path={folder}"]
     if imported:
@@ -206,14 +209,14 @@ def test_the_data_say_what_ends_a_text(tmp_path, capsys, imported):
     printed = run_main(capsys, "export", step, tmp_path / "out")
     assert "not known" not in printed
     config, found = read_json(tmp_path / "out" / "config.json"), others_in(tmp_path / "out")
-    if imported:  # those that import read, and one more token that ends a text
-        assert config["eos_token_id"] == [2, 7, end]
+    if imported:  # those that import read, and two more
+        assert config["eos_token_id"] == [2, 7, *ends]
         assert json.loads(found["generation_config.json"]) == GENERATION | {
-            "eos_token_id": [2, 7, end]
+            "eos_token_id": [2, 7, *ends]
         }
         assert found["tokenizer.json"] == FILES["tokenizer.json"]
     else:
-        assert config["eos_token_id"] == end
+        assert config["eos_token_id"] == ends
         assert found["tokenizer.json"] == (tokenizer / "tokenizer.json").read_bytes()
         assert json.loads(found["tokenizer_config.json"])["eos_token"] == "<end>"
 
@@ -222,7 +225,7 @@ def test_the_data_say_what_ends_a_text(tmp_path, capsys, imported):
 def test_a_token_of_the_data_hides_no_eos(generation):
     known = ServingFiles(token_ids={"eos_token_id": 2}, generation=generation)
     assert known.eos_token_ids == (2,)
-    assert known.with_eos_token(9, None).eos_token_ids == (2, 9)
+    assert known.with_eos_tokens([9], None).eos_token_ids == (2, 9)
 
 
 @pytest.fixture

@@ -293,6 +293,7 @@ def test_conversations_are_prepared_and_pack_as_other_documents(
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
     manifest = prepared([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer=str(model), chat=True)
     assert (manifest.documents, manifest.unlearned, manifest.tokenizer.eod) == (2, 1, None)
+    assert manifest.end_of_turn == load_tokenizer(str(model)).id_of(ENDS[model.name])
     documents = open_documents(str(tmp_path / "out"), 400)
     encoded = load_tokenizer(str(model)).encode([converter(model).passages(r) for r in records[:2]])
     rows = pack_documents(documents.lengths, int(documents.lengths.sum()), "sequential", most=8)

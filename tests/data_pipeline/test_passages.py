@@ -164,7 +164,8 @@ def test_a_chat_that_ends_with_eos_has_no_second(tmp_path: Path, eos: str, ends:
     chat = {"messages": [{"role": "assistant", "content": "yo"}]}
     records = [chat, {"text": "foo"}, {"text": f"foo{eos}"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
-    prepared([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer=str(tmp_path))
+    manifest = prepared([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer=str(tmp_path))
+    assert manifest.end_of_turn == made.token_to_id("<|im_end|>")
     documents = open_documents(str(tmp_path / "out"), 1000)
     texts = [made.decode(documents.tokens(i).tolist(), skip_special_tokens=False) for i in range(3)]
     chat_text = "<|im_start|>assistant\nyo<|im_end|>\n"
