@@ -89,7 +89,8 @@ def _check_pipeline(config: Config) -> None:
     family = FAMILIES.get(parallel.schedule.lower())
     if family is None:
         raise ConfigError(
-            f"unknown parallel.schedule={parallel.schedule!r}: use one of {', '.join(FAMILIES)}."
+            f"unknown parallel.schedule={parallel.schedule!r}: use one of {', '.join(FAMILIES)}; "
+            f"custom reads the order in the file parallel.schedule_file."
         )
     layers = config.model.pipeline_layers
     if parallel.pp > layers:
