@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Lint and test. ./launch/test.sh: all tests that are not marked slow; --all: all tests; --oldest:
-# tests marked versions, with the oldest Python and packages that pyproject.toml allows; --newest:
-# the same with the newest there are, of jax also pre-releases; or a part: ./launch/test.sh
-# tests/schedule -k 1f1b. --cov=jaxpipe reports the lines that tests run.
+# Lint and test. ./launch/test.sh: all tests that are marked neither extended nor slow; --all: all
+# tests; --oldest: tests marked versions, with the oldest Python and packages that pyproject.toml
+# allows; --newest: the same with the newest there are, of jax also pre-releases; or a part:
+# ./launch/test.sh tests/schedule -k 1f1b. --cov=jaxpipe reports the lines that tests run.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if [ "${1:-}" = --oldest ] || [ "${1:-}" = --newest ]; then
@@ -29,7 +29,7 @@ export JAX_COMPILATION_CACHE_DIR=$cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SE
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile all sources
 
 case "${1:-}" in
-'') set -- -m 'not slow' ;;
+'') set -- -m 'not extended and not slow' ;;
 --all) shift ;;
 *) part=yes ;;
 esac

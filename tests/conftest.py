@@ -1,5 +1,6 @@
-"""Eight virtual CPU devices, strict NumPy broadcasting, and the marker `slow`."""
+"""Eight virtual CPU devices, strict NumPy broadcasting, and markers that choose cases."""
 
+import gc
 import os
 from fnmatch import fnmatchcase
 
@@ -19,6 +20,7 @@ if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
 import jax
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+gc.set_threshold(50_000, 20, 100)  # tracing makes many objects, and few of them are garbage
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,14 +32,15 @@ def _compiled_programs():
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies `-m "not slow"`
 def pytest_collection_modifyitems(items):
-    """Remove the marker `slow` from the cases of a parametrized test that it does not select."""
+    """Remove a marker from the cases of a parametrized test that it does not select."""
     for item in items:
-        if (marker := item.get_closest_marker("slow")) and not _means(marker, item):
-            item.own_markers = [mark for mark in item.own_markers if mark is not marker]
+        for name in ("slow", "extended"):
+            if (marker := item.get_closest_marker(name)) and not _means(marker, item):
+                item.own_markers = [mark for mark in item.own_markers if mark is not marker]
 
 
 def _means(marker, item):
-    """Return whether `slow(only=[...])` or `slow(unless=[...])`, case patterns, selects a case."""
+    """Return whether `marker(only=[...])` or `marker(unless=[...])`, case ids, selects a case."""
     case = item.callspec.id if hasattr(item, "callspec") else ""
 
     def matches(patterns):

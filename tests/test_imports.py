@@ -71,6 +71,7 @@ def test_row_zero_does_not_import_jax(name):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.extended
 def test_a_trainer_needs_no_plots_and_no_event_files():
     code = (
         "import sys, jaxpipe.training.trainer, jaxpipe.training.loop;"

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HOME = Path(__file__).parents[1]
 LAYER_KIND = HOME / "jaxpipe" / "contract" / "ADD_A_LAYER_KIND.md"
 YOUR_MODEL = HOME / "jaxpipe" / "pipeline" / "BRING_YOUR_MODEL.md"
@@ -63,5 +65,6 @@ def test_add_a_layer_kind_prints_what_it_says(tmp_path):
     assert run(tmp_path, LAYER_KIND, MORE) == "".join(blocks(LAYER_KIND, "text"))
 
 
+@pytest.mark.extended
 def test_bring_your_model_learns(tmp_path):
     assert run(tmp_path, YOUR_MODEL, LEARNED).startswith("loss ")

@@ -96,6 +96,7 @@ def test_timers_give_every_op_a_positive_time():
     assert timer.share_of_layers == (two - ends) / two
 
 
+@pytest.mark.extended
 def test_an_update_of_layers_of_two_kinds_is_timed():
     """A dense and a sparse layer, and no more layers than the model has."""
     path = Path(__file__).parents[2] / "configs/quickstart_moe.toml"

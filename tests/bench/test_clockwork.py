@@ -41,6 +41,7 @@ def test_every_op_sleeps_once_for_its_stage_and_microbatch(variant, monkeypatch)
     assert sum(slept) == pytest.approx(2 * work.seconds)
 
 
+@pytest.mark.extended
 def test_processes_are_measured_beside_the_simulator(tmp_path, capsys):
     out = tmp_path / "clockwork.json"
     assert bench.main([*RUN, "--schedules", "zb_h1", "--rounds", "2", "--out", str(out)]) == 0

@@ -82,6 +82,7 @@ def test_every_item_has_its_outcome_and_a_finished_one_is_not_run_again(
     assert json.loads((commands / "late.json").read_text())["items"] == {}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGKILL])
 def test_what_is_cut_off_has_kept_what_it_found(commands, ends):
     out = commands / "report.json"
@@ -111,6 +112,7 @@ def test_what_is_cut_off_has_kept_what_it_found(commands, ends):
         assert found["items"]["hangs"]["error"] == "cut off"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("cpu", [False, True], ids=["gpu", "cpu"])
 def test_the_commands_of_a_report_can_be_read(cpu):
     every = list_items(cpu=cpu)

@@ -137,6 +137,7 @@ def test_usage(words, capsys):
     assert "usage: python -m jaxpipe.checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_data_that_is_damaged_is_said_to_be(tmp_path, source, run_config):
     command.main(["import", str(source), str(run_config), "--out", str(tmp_path / "c")])
     for path in (tmp_path / "c" / "0" / "state").rglob("d/*"):
@@ -173,6 +174,7 @@ command.main(sys.argv[1:])
 """
 
 
+@pytest.mark.extended
 def test_a_killed_import_leaves_nothing_that_looks_complete(tmp_path, source, run_config):
     out = tmp_path / "c"
     words = ["import", str(source), str(run_config), "--out", str(out)]

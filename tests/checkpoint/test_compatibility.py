@@ -85,6 +85,7 @@ def test_a_change_that_is_allowed_is_taken(starts, capsys):
     assert "has 'model.rope', but what it may name are the fields" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_what_may_differ_may(starts):
     same = ["model.head_dim=8", "model.attention_dropout=0.1", "model.dropout=0.1"]
     assert configs.load(SMALL).model.head_size == 8

@@ -53,6 +53,7 @@ def flip(path, place, bit):
     path.write_bytes(data)
 
 
+@pytest.mark.extended
 def test_one_flipped_bit_anywhere_is_noticed(tmp_path, two, state_and_keying):
     """Several bits in every file: arrays, their index, the metadata, and the checksums."""
     state, keying = state_and_keying

@@ -91,6 +91,7 @@ def test_killed_at_any_moment_it_goes_on_from_the_last_save(tmp_path, straight, 
     np.testing.assert_allclose(list(losses(cut).values()), want, rtol=1e-6)
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["SIGTERM*"])
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGUSR1", 138), ("SIGHUP", 129)])
 def test_a_signal_saves_and_stops(tmp_path, name, code):

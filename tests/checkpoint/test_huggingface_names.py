@@ -49,6 +49,7 @@ def test_experts_may_be_one_tensor(tmp_path, model, shards):
     assert_same_bytes(all_tensors(export(step, model, tmp_path / "out")), tensors)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
 def test_transformers_own_fused_experts_are_read(tmp_path, family):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

@@ -148,6 +148,7 @@ def test_a_disk_that_is_full_is_reported_once(small, tmp_path, monkeypatch):
     assert folders(tmp_path) == ["5"]
 
 
+@pytest.mark.extended
 def test_a_run_goes_on_from_a_local_save(tmp_path, monkeypatch, capsys):
     """The save in run.dir of step 4 is lost; that of step 2 is older."""
     run, folder = tmp_path / "run", tmp_path / "local"

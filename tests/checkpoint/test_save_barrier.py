@@ -105,6 +105,7 @@ processes.finish()
 """
 
 
+@pytest.mark.extended
 @pytest.mark.versions  # the barrier reads names that Orbax does not document
 @pytest.mark.slow(unless=["background-second"])
 @pytest.mark.parametrize("fails", [0, 1, -1], ids=["first", "second", "commit"])

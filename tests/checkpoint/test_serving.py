@@ -283,6 +283,7 @@ def test_metadata_keeps_all_of_it():
     assert ServingFiles().as_meta() == {}
 
 
+@pytest.mark.extended
 def test_what_is_exported_stops_where_the_original_does(tmp_path, capsys):
     """A head that always prefers token 2: `[5, 6, 2]` both times."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

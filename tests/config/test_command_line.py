@@ -71,6 +71,7 @@ def test_addresses_that_nothing_reads_are_refused(key, url, why, tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.extended
 def test_addresses_are_refused_elsewhere_too(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert "is a URL" in _refused(train, ["s3://b/c.toml"], capsys)

@@ -104,6 +104,7 @@ def test_ordinary_values_are_accepted(files, family):
     resolved(load(files / family), count=1)
 
 
+@pytest.mark.extended(unless=["llama-*"])
 @pytest.mark.parametrize(
     ("family", "key", "values"), list(keys()), ids=lambda one: one if isinstance(one, str) else ""
 )

@@ -40,6 +40,7 @@ class Numbered:
         return self.documents[index]
 
 
+@pytest.mark.extended
 @settings(max_examples=50, deadline=None)
 @given(
     microbatches=st.integers(1, 5),
@@ -169,6 +170,7 @@ def test_no_step_of_a_block_has_a_microbatch_that_others_wait_for(
     assert max(largest_over_mean(first, given_order) for first in firsts[:100]) > 1.035
 
 
+@pytest.mark.extended
 @settings(max_examples=30, deadline=None)
 @given(
     size=st.integers(1, 9), seed=st.integers(0, 3), most=st.sampled_from([16, 1 << 16]),

@@ -108,6 +108,7 @@ def test_sources_are_mixed_in_their_proportion_all_along() -> None:
         np.testing.assert_allclose(counts, np.array(WEIGHTS) * (end - begin), atol=2)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", [7, None])
 def test_every_source_of_a_mixture_has_epochs_of_its_own(seed: int | None) -> None:
     order = training_order(SIZES, WEIGHTS, seed)
@@ -206,6 +207,7 @@ def test_close_ends_the_threads() -> None:
         next(batches)
 
 
+@pytest.mark.extended
 def test_exit_with_an_open_iterator_is_clean() -> None:
     code = """
 from jaxpipe.data.batches import DataSplit, training_order

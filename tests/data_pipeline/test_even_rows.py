@@ -86,6 +86,7 @@ def test_no_rows_in_no_order_are_better_than_the_bound(lengths, step, seed) -> N
         assert ratios.max() >= bound * (1 - 1e-12)
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["131072-1366-1.0", "131072-4000-0.5", "131072-4000-1.0"])
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5, 2.0])
 @pytest.mark.parametrize("mean", [1366, 4000])

@@ -167,6 +167,7 @@ def test_refusals(tmp_path):
         open_data(config, **sizes, answers=("reference",))
 
 
+@pytest.mark.extended
 def test_from_records_to_a_run_that_prefers_the_chosen_answers(tmp_path, capsys):
     """The reference is the model that the run starts from, so its first loss is ln 2."""
     folder = folder_of(tmp_path, RECORDS)

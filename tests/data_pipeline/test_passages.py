@@ -193,6 +193,7 @@ def test_a_tokenizer_without_marks_writes_no_chat(tmp_path: Path) -> None:
             )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.jinja"])
 def test_a_template_that_is_not_used_is_told(
     tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]

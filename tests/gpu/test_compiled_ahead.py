@@ -26,6 +26,7 @@ def test_a_step_is_saved_only_if_it_is_compiled(capsys):
     assert "error: --save writes what --check-gpu compiles" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_a_step_that_calls_cudnn_is_not_saved(tmp_path):
     code, _, errors = plan(
         "--check-gpu", "h100", "--save", str(tmp_path), "model.attention=cudnn",

@@ -65,6 +65,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["qwen3_tied"])
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines_write_what_one_device_does(name):
@@ -116,6 +117,7 @@ def test_draws_have_the_probabilities_of_the_logits_and_depend_on_the_seed():
         assert (np.asarray(other) != draws).any()
 
 
+@pytest.mark.extended
 def test_a_run_speaks_and_its_export_says_the_same(tmp_path, capsys):
     """Bytes; any eos of a list ends the text, and what transformers generates is the same."""
     saved_run(tmp_path / "run", "data.source=stdlib", "optimizer.lr=0.1", steps=8)

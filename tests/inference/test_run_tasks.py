@@ -71,6 +71,7 @@ def on_four_devices(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_: four)
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("stand_in")
 def test_a_run_logs_the_numbers_of_its_checkpoints(tmp_path, monkeypatch, capsys):
     on_four_devices(monkeypatch)

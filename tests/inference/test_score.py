@@ -92,6 +92,7 @@ def test_an_array_of_scores_and_which_tokens_are_greedy(tmp_path, capsys, monkey
     assert found["greedy"][0, 6]
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["averaged"])
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run_is_scored_as_it_is_evaluated(tmp_path, run):

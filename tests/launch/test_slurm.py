@@ -152,6 +152,7 @@ def submit(cluster, checkout):
             job.cancel()
 
 
+@pytest.mark.extended
 @stand_in_and_training(tasks=1)
 def test_a_fresh_clone_trains_to_the_end_and_has_a_log(submit, tasks):
     job = submit(tasks=tasks, steps=3)
@@ -162,6 +163,7 @@ def test_a_fresh_clone_trains_to_the_end_and_has_a_log(submit, tasks):
     assert not list(job.root.glob("*.stopped"))
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["2-stand_in"])
 @stand_in_and_training(tasks=2)
 def test_a_signal_requeues_the_job_which_goes_on(submit, tasks):
@@ -171,6 +173,7 @@ def test_a_signal_requeues_the_job_which_goes_on(submit, tasks):
     job.check_it_goes_on_after(job.wait_until_it_is_requeued())
 
 
+@pytest.mark.extended
 @pytest.mark.slow(only=["USR1-*", "*-USR1"])
 @only_stand_in
 @pytest.mark.parametrize("name", ["USR1", "TERM"])
@@ -195,6 +198,7 @@ def test_the_time_limit_requeues_the_job(submit, options):
     job.wait_until_it_is_requeued()
 
 
+@pytest.mark.extended
 @only_stand_in
 def test_a_preempted_job_comes_back(submit):
     job = submit(tasks=2)
@@ -204,6 +208,7 @@ def test_a_preempted_job_comes_back(submit):
     job.check_it_goes_on_after(job.wait_until_it_is_requeued())
 
 
+@pytest.mark.extended
 @only_stand_in
 def test_a_job_that_is_requeued_by_hand_is_requeued_once(submit):
     job = submit(tasks=2)
@@ -214,6 +219,7 @@ def test_a_job_that_is_requeued_by_hand_is_requeued_once(submit):
     assert job.restarts == 1
 
 
+@pytest.mark.extended
 @only_stand_in
 def test_a_cancelled_job_saves_and_stays_cancelled(submit):
     job = submit(tasks=2)
@@ -223,6 +229,7 @@ def test_a_cancelled_job_saves_and_stays_cancelled(submit):
     assert job.restarts == 0
 
 
+@pytest.mark.extended
 def test_a_killed_task_ends_the_job(submit):
     job = submit(tasks=2)
     job.wait_until_it_trains()
@@ -232,6 +239,7 @@ def test_a_killed_task_ends_the_job(submit):
     wait_for(lambda: not job.tasks, 40, "the other tasks end")
 
 
+@pytest.mark.extended
 @only_stand_in
 def test_bad_input_ends_the_job(submit):
     job = submit(settings=["parallel.pp=9"])

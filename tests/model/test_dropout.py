@@ -18,6 +18,7 @@ from jaxpipe.planning.checks import check_settings
 from jaxpipe.training.trainer import Trainer
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["dropping-zb_h1-*"])
 @pytest.mark.parametrize(
     ("model", "schedule", "mesh", "how"),

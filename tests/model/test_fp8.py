@@ -226,6 +226,7 @@ def test_a_plan_knows_that_adapters_are_not_in_8_bits():
     assert stored == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.extended
 def test_a_plan_knows_which_experts_multiply_in_8_bits():
     """Those with a capacity in all of their slots; without, in multiples of 128 for each expert.
 

@@ -155,6 +155,7 @@ CASES = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["experts"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_merged_weights(case):

@@ -151,6 +151,7 @@ def test_every_mesh_trains_as_optax_on_plain_parameters(name, mesh):
             jax.tree.map(assert_close, keyed(trainer, state.optimizer), moments)
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["*eight_bit"])
 @pytest.mark.parametrize(
     "name", ["adafactor", "own_optimizers:shampoo", "own_optimizers:eight_bit"]

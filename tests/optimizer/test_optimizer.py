@@ -273,6 +273,7 @@ def test_no_limit_is_no_clipping():
     assert clip_by_global_norm(PARAMS, jnp.float32(1e9), 0.0) is PARAMS
 
 
+@pytest.mark.extended
 @pytest.mark.slow(only=["1"])
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_muon_treats_the_layers_of_a_loop_one_by_one(zero_stage):

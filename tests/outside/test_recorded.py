@@ -62,6 +62,7 @@ UPDATED = [
 OTHERS = [case for case in CASES if case not in UPDATED]
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["gpt2-*v, cp", "qwen2*", "gemma3*", "gpt_oss*", "*v, ep"])
 @pytest.mark.parametrize(("name", "layout"), [*OTHERS, *RELATIVES])
 def test_loss_and_every_gradient(name, layout):
@@ -116,6 +117,7 @@ def without_key_biases(gradients):
     return {path: gradient for path, gradient in gradients.items() if path[-1] != "bk"}
 
 
+@pytest.mark.extended(unless=["llama-*"])
 @pytest.mark.slow(
     unless=["llama-*-adamw", "gpt2-*-adamw", "qwen3-*-adamw", "qwen3_moe-interleaved, ep-muon"]
 )

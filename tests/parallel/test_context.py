@@ -64,6 +64,7 @@ def test_every_method_under_every_schedule(model, schedule, mesh, how):
         assert_same(*run(model, schedule, *mesh, dtype=jnp.float64, **how))
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["zb_h1-*"])
 @pytest.mark.parametrize(
     ("schedule", "mesh", "how"),

@@ -38,6 +38,7 @@ def test_all_ranks_share_the_vocabulary(schedule, mesh):
         assert_same(got, want)
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["zb_h1-*"])
 @pytest.mark.parametrize(
     ("schedule", "mesh", "how"),

@@ -48,6 +48,7 @@ FEW = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=FEW)
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_model_of_one_device(case, monkeypatch):

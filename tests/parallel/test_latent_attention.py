@@ -38,6 +38,7 @@ def test_keys_and_values_of_every_device_and_slice(model, schedule, mesh, how):
     check(model, schedule, *mesh, **how)
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["latent_fused-zb_h1-*"])
 @pytest.mark.parametrize(
     ("model", "schedule", "mesh", "how"),

@@ -162,6 +162,7 @@ def test_forward_only_on_a_whole_mesh():
     np.testing.assert_allclose(losses, wanted("tied", jnp.float32)[0], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["full"])
 @pytest.mark.parametrize("remat", ["selective", "full"])
 def test_what_is_computed_again_is_gathered_again(remat):

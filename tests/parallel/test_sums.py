@@ -162,6 +162,7 @@ def adversarial(kind, vocabulary=256):
     return {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
 
 
+@pytest.mark.extended
 @pytest.mark.slow(only=["alone-half", "over tp-all", "over all ranks-half", "gpt2-half"])
 @pytest.mark.parametrize(
     ("run", "kind"),

@@ -150,6 +150,7 @@ def test_training_is_that_of_one_device(mesh, tmp_path):
     np.testing.assert_allclose(onward, trained(one, want, [2])[1], rtol=1e-6)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mesh", ["tp=4", "shared"])
 def test_padded_bytes_are_planned(mesh):
     trainer = trainer_of(mesh)

@@ -171,6 +171,7 @@ def test_running_ahead_changes_nothing(in_flight):
     check(build("1f1b", pp=4, microbatches=6), [1, 2, 2, 1], 2, lockstep=lockstep)
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["interleaved_1f1b"])
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b"])
 def test_ticks_in_which_nothing_enters_change_no_bit(name):
@@ -181,6 +182,7 @@ def test_ticks_in_which_nothing_enters_change_no_bit(name):
     jax.tree.map(np.testing.assert_array_equal, kept, plain)
 
 
+@pytest.mark.extended
 @pytest.mark.slow(only=["zb_h1-2"])
 @pytest.mark.parametrize(("name", "pp"), [("1f1b", 4), ("zb_h1", 2)])
 def test_exchanges_phased_change_no_bit(name, pp):

@@ -67,6 +67,7 @@ def test_every_schedule(name, pp):
     assert len(pipeline.pipeline.functions.kinds_by_name) == 2
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["2-2-*"])
 @pytest.mark.parametrize(
     ("pp", "dp", "tp", "name", "execution"),
@@ -144,6 +145,7 @@ def test_linen_modules(tp):
     assert len(pipeline.pipeline.functions.kinds_by_name) == 1
 
 
+@pytest.mark.extended
 def test_training_equals_a_plain_loop():
     """Five steps of AdamW under one global norm give the losses of a plain Flax loop."""
     model, batch = small_model([MLP, Wide, MLP]), tokens(4, 2)

@@ -52,6 +52,7 @@ def formula(decoder, shared, layers, batch):
     return total / count, ahead / count
 
 
+@pytest.mark.extended
 @pytest.mark.slow(only=["1"])
 @pytest.mark.parametrize("depth", [1, 2])
 @jax.enable_x64(True)

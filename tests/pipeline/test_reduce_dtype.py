@@ -90,6 +90,7 @@ def test_one_replica_has_nothing_to_sum():
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.extended
 def test_left_alone_it_is_the_dtype_of_the_sums():
     trainer = trainer_of()
     assert trainer.execution.grad_reduce_dtype is None

@@ -318,6 +318,7 @@ def test_parameters_are_those_of_the_closed_form(qk_norm, tied, tp):
     assert layers + total(costs.embed_head) == model.parameter_count()
 
 
+@pytest.mark.extended
 def test_planning_touches_no_device():
     """In a separate process: in this one devices are already initialized."""
     code = """

@@ -62,6 +62,7 @@ def test_who_asks_is_told_alike():
         assert shares(replace(config, parallel=parallel), "cpu") is given
 
 
+@pytest.mark.extended
 def test_every_schedule_has_the_better_ends():
     """In time, of which 1 % may be traded for memory; never slower than without "auto"."""
     either = {word: estimated(large(f"parallel.vocab_parallel_pp={word}", "parallel.pp=4",

@@ -50,6 +50,7 @@ def values(found):
     return [(one.seconds, one.offloaded, one.bytes) for one in found]
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["tp", "memory"])
 @pytest.mark.parametrize("name", SPACES)
 def test_a_search_finds_what_brute_force_finds(name):
@@ -96,6 +97,7 @@ def test_the_bound_of_1f1b_is_its_time_where_nothing_waits():
     assert least_seconds(facts, Costs(*[(1.0,) * 4] * 3)) == 33
 
 
+@pytest.mark.extended
 def test_what_is_written_is_planned_alike(tmp_path, capsys):
     """And a fixed setting stays; parts add up; ties offload nothing."""
     file = tmp_path / "best.toml"

@@ -151,6 +151,7 @@ def test_limits_that_are_none(limit, memory, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.extended
 def test_auto_waits_until_the_devices_are_known(capsys):
     how = ["parallel.pp=2", "parallel.dp=1", "parallel.memory_limit=auto"]
     resolved(configs.load(SMALL, how))

@@ -100,6 +100,7 @@ def test_all_to_alls_take_time_and_hide_in_pairs():
     assert shares[1] < 0.5 * shares[0]  # 0.455; 0.549 without overlap
 
 
+@pytest.mark.extended
 def test_a_plan_says_what_goes_over_the_network(capsys):
     words = [str(SMALL), *SPARSE, "parallel.pp=1", "parallel.dp=4", "parallel.ep=4"]
     assert main([*words, "--network", "100GB"]) == 0

@@ -30,6 +30,7 @@ def estimated():
     return estimates(config, analytic(config, Hardware()))[0]
 
 
+@pytest.mark.extended
 def test_the_page_has_the_numbers_of_the_plan(written):
     path, plan = written
     data = embedded(path)
@@ -43,6 +44,7 @@ def test_the_page_has_the_numbers_of_the_plan(written):
     assert "saved" not in columns  # no schedule has a value
 
 
+@pytest.mark.extended
 def test_timelines_are_those_of_the_simulator(written):
     path, plan = written
     data = embedded(path)

@@ -137,6 +137,7 @@ def test_layers_that_every_action_gathers_are_whole_two_at_a_time():
     assert four == two
 
 
+@pytest.mark.extended
 def test_a_second_copy_of_the_stages_costs_its_messages():
     """DualPipe: each rank sends its layers, and receives their gradients, once a step."""
     sizes = ("parallel.pp=2", "parallel.dp=1", "model.n_layers=4", "train.grad_accum_steps=8",
@@ -252,6 +253,7 @@ def test_a_run_has_the_share_of_the_memory_that_jax_allocates(capsys):
         assert fits("--memory", f"{needed * share / 1000:.0f}kB")[0] == want
 
 
+@pytest.mark.extended
 def test_the_command_prints_draws_and_advises(capsys, tmp_path):
     small = [str(SMALL), "parallel.pp=2", "parallel.dp=1", "train.grad_accum_steps=4"]
     picture = tmp_path / "plan.svg"

@@ -36,6 +36,7 @@ def calls(monkeypatch):
     return made
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_auto"])
 def test_a_run_builds_its_schedule_once(schedule, tmp_path, calls):
     how = [f"run.dir={tmp_path}", f"parallel.schedule={schedule}", "train.steps=1"]
@@ -43,6 +44,7 @@ def test_a_run_builds_its_schedule_once(schedule, tmp_path, calls):
     assert calls == ["arrange", "build"]
 
 
+@pytest.mark.extended
 def test_on_gpus_auto_compares_two_layouts_of_one_order(calls):
     """A searched schedule is searched again, for the costs of the layout that won."""
     for schedule, builds in (("1f1b", 1), ("zbv", 2)):

@@ -99,6 +99,7 @@ print(sum(hits))
 """
 
 
+@pytest.mark.extended
 @pytest.mark.versions
 def test_a_program_is_stored_and_loaded_if_there_are_threads_and_computes_the_same(tmp_path):
     environment = {

@@ -31,6 +31,7 @@ def compiled_in(setting, home):
     ).stdout
 
 
+@pytest.mark.extended
 def test_the_second_process_loads_what_the_first_compiled(tmp_path):
     assert ", compiled in " in compiled_in("auto", tmp_path)
     found = compiled_in("auto", tmp_path)
@@ -38,6 +39,7 @@ def test_the_second_process_loads_what_the_first_compiled(tmp_path):
     assert found.endswith(" 5.0\n")
 
 
+@pytest.mark.extended
 def test_old_programs_are_removed_from_the_default_directory_only(tmp_path):
     own = tmp_path / "own"
     for setting in ("auto", str(own)):

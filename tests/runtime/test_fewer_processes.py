@@ -15,6 +15,7 @@ from jaxpipe import train
 SETTINGS = ["runtime.min_devices=4", "train.eval_every=0", "optimizer.decay=constant"]
 
 
+@pytest.mark.extended
 def test_those_that_are_needed_start_anew():
     """They meet as processes of a smaller run, and the third ends."""
     code = "\n".join([

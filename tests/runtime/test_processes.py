@@ -59,6 +59,7 @@ def close(got, want):
     np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=1e-6)
 
 
+@pytest.mark.extended
 @pytest.mark.versions
 @pytest.mark.slow(unless=["2"])
 @pytest.mark.parametrize("count", [2, 4])
@@ -194,6 +195,7 @@ def test_when_one_reads_a_bad_id_the_others_stop(tmp_path):
     assert time.monotonic() - start < 90
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("differs", "part"),
     [("optimizer.lr=0.5", "optimizer.lr: 0.5 in process 1, 0.01 in process 0"),

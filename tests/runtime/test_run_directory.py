@@ -177,6 +177,7 @@ def test_an_output_that_cannot_be_written_ends_nothing(tmp_path):
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
 
 
+@pytest.mark.extended
 def test_a_recording_on_a_full_disk_is_reported(tmp_path, monkeypatch):
     """As XLA reports it; the steps go on, for the window of a run and for its bubbles alike."""
     import jax

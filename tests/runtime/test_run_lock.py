@@ -97,6 +97,7 @@ def test_a_lock_file_that_was_removed_is_not_the_lock(tmp_path, monkeypatch):
         assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
+@pytest.mark.extended
 def test_an_import_into_a_run_in_use_is_refused(tmp_path):
     with holder(tmp_path / "run"):
         ran = subprocess.run(
@@ -147,6 +148,7 @@ def test_two_runs_at_once_are_one(tmp_path):
     assert len((tmp_path / "starts.jsonl").read_text().splitlines()) == 1
 
 
+@pytest.mark.extended
 def test_all_processes_of_a_second_run_are_refused(tmp_path):
     """Only the first requests the lock, and no process waits forever."""
     with socket.socket() as free:

@@ -106,6 +106,7 @@ def folder(tmp_path_factory):
     return directory
 
 
+@pytest.mark.extended
 def test_a_saved_program_is_loaded_and_computes_the_same_bits(folder):
     how, numbers = ran("load", folder, 8)
     assert how.startswith("0 ")
@@ -116,6 +117,7 @@ def test_a_saved_program_is_loaded_and_computes_the_same_bits(folder):
     assert numbers.startswith("True ")  # the state is donated
 
 
+@pytest.mark.extended
 def test_a_run_loads_the_step_that_was_compiled_for_its_configuration(tmp_path, capsys):
     """The step is lowered from abstract arrays, as `plan --check-gpu` does."""
     sizes = ["train.steps=2", "train.eval_every=0", "checkpoint.every=0", "log.tensorboard=false"]
@@ -152,6 +154,7 @@ def test_without_a_file_the_log_says_so(tmp_path):
     assert f"since {tmp_path} has no train_step" in ran("load", tmp_path, 8)[0]
 
 
+@pytest.mark.extended
 def test_a_program_that_needs_more_threads_is_not_saved_for_cpus(tmp_path, monkeypatch):
     """Each of 4 devices can be in two collectives at once."""
     monkeypatch.setenv("NPROC", "7")

@@ -39,6 +39,7 @@ def tokens_of(path):
     return int(open_documents(path, 256).lengths.sum())
 
 
+@pytest.mark.extended
 def test_a_folder_is_moved_and_removed_with_its_commit_first(store):
     for name in ("a/1/state/x", "a/1/commit_success.txt"):
         put(store, name)
@@ -146,6 +147,7 @@ def test_a_missing_package_is_named(monkeypatch):
         load(SMALL, ["run.dir=s3://bucket/run"])
 
 
+@pytest.mark.extended
 def test_no_bucket_and_no_credentials_are_one_sentence_each(store):
     def refusal(bucket, without=()):
         environment = {"PATH": "", "HOME": "/nonexistent", **store.environment}

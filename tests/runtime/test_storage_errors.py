@@ -53,6 +53,7 @@ def train(run_dir, environment, devices=8):
     return start([sys.executable, "-m", "jaxpipe.train", *words], environment)
 
 
+@pytest.mark.extended
 def test_a_run_ends_with_a_code_of_its_own():
     pytest.importorskip("s3fs")
     process = train("s3://bucket/run", WORDS)

@@ -72,6 +72,7 @@ def check(directory, count, stuck, place, way, phase):
 LIMITS = {"in_start": 40}  # set by `stuck.py`
 
 
+@pytest.mark.extended
 @pytest.mark.slow(only=["0-in_data-is_stopped-loading a batch"])
 @pytest.mark.parametrize(
     ("stuck", "place", "way", "phase"),
@@ -156,6 +157,7 @@ with Watchdog(4.0):
 """
 
 
+@pytest.mark.extended
 def test_a_process_that_was_stopped_and_goes_on_is_not_stuck():
     process = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True)
     with process:

@@ -84,6 +84,7 @@ def test_no_worse_than_the_paper(row):
         assert round(simulate(schedule, costs).bubble_span, 4) <= bubble
 
 
+@pytest.mark.extended
 @given(
     pp=st.integers(1, 8),
     microbatches=st.integers(1, 20),

@@ -191,6 +191,7 @@ def test_corners(tmp_path, schedule):
     assert "<svg" in svg_of(schedule, tmp_path, costs=UNEVEN, memory=(0.75, 0.25), unit="GiB")
 
 
+@pytest.mark.extended
 def test_large_schedules_stay_small(tmp_path):
     schedule = build("zb_h1", pp=32, microbatches=256)
     begin = time.process_time()

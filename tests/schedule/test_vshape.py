@@ -107,6 +107,7 @@ def test_1f1b_on_the_v_in_the_published_case():
     assert round(report.bubble_global, 3) == 0.238
 
 
+@pytest.mark.extended
 def test_less_memory_costs_time():
     """V-half and V-min: about half and a third of the memory, a half and two thirds of a bubble."""
     half = Costs(0.5, 0.5, 0.5)

@@ -13,6 +13,7 @@ HOW = ["parallel.schedule=zb_h1", "parallel.pp=2", "parallel.dp=4", "train.eval_
 SHARED = "parallel.vocab_parallel_pp=true"  # adds a tick to the loop, not to the schedule
 
 
+@pytest.mark.extended
 def test_every_second_step_but_the_first_has_both_bubbles(tmp_path):
     steps = [SHARED, "train.steps=4", "log.bubble_every=2"]
     assert train.main([str(SMALL), f"run.dir={tmp_path / 'a'}", *HOW, *steps]) == 0

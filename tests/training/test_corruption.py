@@ -58,6 +58,7 @@ def trainer():
     return trainer_of(*HOW)
 
 
+@pytest.mark.extended
 def test_a_run_stops_at_a_device_that_flips_a_bit(tmp_path, monkeypatch):
     """It flips in every order; the run has found nothing wrong in steps 1 and 2."""
     flipping(monkeypatch, victim=2)
@@ -97,6 +98,7 @@ def test_a_device_that_flips_a_bit_once_is_named_and_the_run_may_go_on(tmp_path,
     assert [line["loss"] for line in good.values()] == [line["loss"] for line in warned.values()]
 
 
+@pytest.mark.extended
 def test_devices_alike_raise_no_alarm():
     """Forty checks, each with other parameters."""
     check, state = CorruptionCheck(trainer(), lambda _: None), trainer().init()

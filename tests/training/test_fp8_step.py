@@ -88,6 +88,7 @@ def wanted(model, history, microbatches):
     return jax.device_get((shared, layers, variables, want))
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["llama-0-zb_h1-*", "adapters-4-*", "grouped-4-zb_h1-*"])
 @pytest.mark.parametrize(
     ("model", "history", "name", "mesh", "sequence", "execution"),

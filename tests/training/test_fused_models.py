@@ -27,6 +27,7 @@ class RefusesTheSecond(FusedSteps):
         return terms < MICROBATCHES * EXAMPLES * 32
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["router bias"])
 @pytest.mark.parametrize(
     "overrides",

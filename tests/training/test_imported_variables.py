@@ -25,6 +25,7 @@ def imported(directory, model):
     return values
 
 
+@pytest.mark.extended
 @pytest.mark.slow(only=["0.0"])
 @pytest.mark.parametrize("rate", [0.0, 0.001])
 def test_biases_are_those_of_the_import(tmp_path, rate):

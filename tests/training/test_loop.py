@@ -303,6 +303,7 @@ def test_so_many_steps_in_a_row_may_be_left_out(tmp_path):
     assert [line["skipped_steps"] for line in recorder.lines()] == [0, 0, 1, 2, 2, 3, 3, 4, 5, 5]
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["parallel.pp=2"])
 @pytest.mark.parametrize("mesh", ["parallel.pp=1", "parallel.pp=2"])
 def test_the_step_after_one_that_is_not_finite_changes_nothing(tmp_path, mesh):

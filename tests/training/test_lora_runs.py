@@ -114,6 +114,7 @@ def test_a_published_model_is_tuned_and_handed_over(tmp_path, capsys):
     assert any((later[name] != leaf).any() for name, leaf in adapters.items())
 
 
+@pytest.mark.extended
 def test_adapters_learn_beside_a_base_in_8_bits():
     """The base stays as it is, and its scales follow what it multiplies."""
     overrides = (
@@ -227,6 +228,7 @@ def write_adapters(folder, width=32, layers=(0, 1, 2, 3), **settings):
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
+@pytest.mark.extended
 def test_adapters_need_a_trained_model(tmp_path, capsys):
     """Unless the run says that it starts from initial parameters; a restart must have them, too."""
     words = [str(SMALL), *RUN, "train.steps=2", f"run.dir={tmp_path}"]

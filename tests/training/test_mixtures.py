@@ -50,6 +50,7 @@ def alone():
     return jax.device_get((state.variables, metrics))
 
 
+@pytest.mark.extended
 def test_a_run_logs_loads_and_goes_on_elsewhere(tmp_path, alone):
     variables, metrics = alone
     trainer = trainer_of("ep")

@@ -61,6 +61,7 @@ def committed(server, folder):
     return sorted(int(match[1]) for match in found if match)
 
 
+@pytest.mark.extended
 def test_a_run_resumes_on_another_mesh_with_the_bits_of_a_run_on_a_disk(store, tmp_path, capsys):
     """Logs begin with what the store has: the cache of the machine that ran before is not there."""
     for directory in (tmp_path / "disk", f"s3://{BUCKET}/run"):

@@ -50,6 +50,7 @@ def load(path, overrides):
     return config
 
 
+@pytest.mark.extended
 @pytest.mark.slow(only=["experts"])
 @pytest.mark.parametrize("experts", [(), EXPERTS], ids=["dense", "experts"])
 def test_the_iteration_of_the_page(module, experts):
@@ -99,6 +100,7 @@ class Configs:
         return load(path, [*overrides, *self.more])
 
 
+@pytest.mark.extended
 def test_a_step_that_replays_routes_equals_one_device(module):
     """Experts chosen by an older policy, and the loss of advantages and old log-probabilities."""
     with jax.enable_x64(True):
@@ -113,6 +115,7 @@ def test_a_step_that_replays_routes_equals_one_device(module):
         assert max(one.error for one in compare(got, want)) < 1e-12
 
 
+@pytest.mark.extended
 def test_routes_are_recorded_in_the_order_of_the_batch():
     """Of sequence shards and slices, and with adapters."""
     more = ("lora.rank=2", "parallel.cp=2", "parallel.slices=2", "parallel.schedule=1f1b")

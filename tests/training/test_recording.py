@@ -45,6 +45,7 @@ def test_steps_in_the_window_are_recorded(tmp_path, monkeypatch, window, recorde
             assert [step for event, step in within if event == name] == recorded
 
 
+@pytest.mark.extended
 def test_a_run_records_what_the_profiler_shows(tmp_path, capsys):
     command = [str(SMALL), f"run.dir={tmp_path}", "parallel.pp=1", "parallel.dp=8", "train.steps=4"]
     window = ["log.profile_start=2", "log.profile_steps=2"]

@@ -130,6 +130,7 @@ def test_a_run_that_skips_a_spike_is_one_that_never_saw_its_data(tmp_path, mesh)
     assert sum("at step 6: left out as a spike, 1 in a row of" in each for each in said) == 1
 
 
+@pytest.mark.extended
 def test_after_too_many_spikes_the_run_goes_back_and_on_with_later_data(tmp_path):
     """Step 3 is a spike, and 6, 7 and 8; so is a run resumed after the first of these."""
     how = [*SETTINGS, "train.spike_limit=2", "train.spike_rollbacks=1", "checkpoint.every=2"]

@@ -54,6 +54,7 @@ def test_a_seed_made_on_one_device_starts_any_mesh(tmp_path, run, layout, capsys
     np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=1e-6)
 
 
+@pytest.mark.extended
 def test_no_second_seed(run, capsys):
     assert train.main([SMALL, f"run.dir={run}", "--seed-checkpoint"]) == 2
     assert "already holds checkpoints of steps [4, 8, 12]" in capsys.readouterr().err

@@ -37,6 +37,7 @@ def test_it_tells_whether_a_run_goes_on(tmp_path, monkeypatch, count):
     assert "hung" not in dead
 
 
+@pytest.mark.extended
 def test_a_run_that_is_over(tmp_path, capsys):
     sizes = ["train.steps=2", "train.eval_every=0", "log.tensorboard=false"]
     assert train.main([str(SMALL), f"run.dir={tmp_path}", *sizes]) == 0
@@ -63,6 +64,7 @@ def test_a_run_that_is_over(tmp_path, capsys):
     assert all(line in said for line in listed)
 
 
+@pytest.mark.extended
 def test_a_folder_of_something_else_is_refused(tmp_path):
     command = [sys.executable, "-m", "jaxpipe.train", "--status", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

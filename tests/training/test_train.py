@@ -78,6 +78,7 @@ def test_killed_while_saving_then_resumed_elsewhere(tmp_path, uninterrupted):
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
+@pytest.mark.extended
 def test_a_deterministic_run_is_bitwise_the_same_again(tmp_path, uninterrupted):
     """On CPU every run is deterministic; tests/gpu/test_compiler.py has the options for GPUs."""
     assert train.main([str(SMALL), f"run.dir={tmp_path}", "train.deterministic=true"]) == 0
@@ -169,6 +170,7 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path, uninterrupted):
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
+@pytest.mark.extended
 def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path, capsys):
     explode = ["optimizer.lr=1e18", "optimizer.clip_norm=0", "optimizer.warmup_steps=0"]
     assert train.main([str(SMALL), f"run.dir={tmp_path}", *explode]) == 1

@@ -30,6 +30,7 @@ MESHES = {
 }  # fmt: skip
 
 
+@pytest.mark.extended
 @pytest.mark.slow(only=["experts"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_streamed_weights_are_those_of_an_export(tmp_path, mesh):
@@ -44,6 +45,7 @@ def test_streamed_weights_are_those_of_an_export(tmp_path, mesh):
         np.testing.assert_allclose(array, written[name], rtol=1e-6, atol=1e-9, err_msg=name)
 
 
+@pytest.mark.extended
 def test_a_run_exports_while_it_trains(tmp_path, capfd):
     """The same command then exports what is missing, and anew what was trained anew."""
     overrides = [
