@@ -44,6 +44,7 @@ CASES = [
 ]
 
 
+@pytest.mark.extended(unless=["deepseek-1f1b-*"])
 @pytest.mark.slow(unless=["deepseek-1f1b-mesh1-*", "narrow-dualpipe-*"])
 @pytest.mark.parametrize(("model", "name", "mesh", "how"), CASES)
 def test_every_schedule_agrees_with_the_reference(model, name, mesh, how):

@@ -81,6 +81,7 @@ def cases():
         yield pytest.param(model, schedule, mesh, how, id=f"{model}-{schedule}-{pp}")
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["packed_gpt_oss-v_min-2"])
 @pytest.mark.parametrize(("model", "schedule", "mesh", "how"), [*cases()])
 def test_every_schedule(model, schedule, mesh, how):

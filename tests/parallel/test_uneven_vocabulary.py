@@ -32,6 +32,7 @@ MESHES = {
 }  # fmt: skip
 
 
+@pytest.mark.extended(unless=["uneven-*1-how1", "uneven_tied-*4-how4"])
 @pytest.mark.slow(only=["*-mesh0-*", "*-mesh6-*", "*-mesh7-*"])
 @pytest.mark.parametrize(
     ("model", "schedule", "mesh", "how"),

@@ -70,6 +70,7 @@ def test_kinds_under_every_schedule(name, order):
         np.testing.assert_array_equal(counts.sum(1), np.where(routed, tokens, 0))
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["3-True-full"])
 @pytest.mark.parametrize(
     ("stage", "reshard", "remat"),

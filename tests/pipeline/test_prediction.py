@@ -102,6 +102,7 @@ def test_no_gradient_crosses_documents():
 SHARED = Lockstep(vocab_parallel=True)
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["ahead-zb_h1-(2, 2, 2)-*", "packed_ahead-1f1b-*"])
 @pytest.mark.parametrize(
     ("model", "schedule", "mesh", "how"),

@@ -138,6 +138,7 @@ def test_parts_of_sequences_make_all_scores_with_a_window_too(how):
     assert replace(mine, working={}) == replace(other, working={})
 
 
+@pytest.mark.extended(only=["{'cp': 4, *"])
 @pytest.mark.slow(unless=["*-selective-bfloat16-True", "{'cp': 4, 'heads': 2}-none-float32-False"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ def test_a_run_loads_the_step_that_was_compiled_for_its_configuration(tmp_path, 
     assert losses(tmp_path / "ahead") == losses(tmp_path / "plain")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("what", "width", "reason"),
     [

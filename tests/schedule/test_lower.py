@@ -43,6 +43,7 @@ def writable(tables):
     return deepcopy(tables)
 
 
+@pytest.mark.extended(only=["zbv", "zb_auto"])
 @pytest.mark.slow(only=["v_half", "v_min"])
 @pytest.mark.parametrize("name", BUILDERS)
 @given(

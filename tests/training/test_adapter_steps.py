@@ -53,6 +53,7 @@ def _float64():
         yield
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["zb_h1"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_equals_one_device(tmp_path, name):
