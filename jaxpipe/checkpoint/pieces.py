@@ -32,7 +32,7 @@ Tree = Any
 Bounds = tuple[tuple[int, int], ...]  # start and stop in every dim
 
 
-class Shard(NamedTuple):
+class SavedShard(NamedTuple):
     """A part of an array in a piece.
 
     Attributes:
@@ -70,7 +70,7 @@ class Piece:
       checksum: of the shards' bytes.
     """
 
-    shards: Sequence[Shard]
+    shards: Sequence[SavedShard]
     meta: dict[str, Any]
     checksum: str
 
@@ -84,13 +84,13 @@ class Piece:
         if not is_as_written(entries):
             raise DamagedError("its index is not as it was written")
         shards = [
-            Shard(name, dtype, tuple(shape), tuple(map(tuple, bounds)), offset)
+            SavedShard(name, dtype, tuple(shape), tuple(map(tuple, bounds)), offset)
             for name, dtype, shape, bounds, offset in entries["shards"]
         ]
         return cls(shards, entries["meta"], entries["checksum"])
 
 
-def copy_shards(keyed: Tree) -> tuple[list[Shard], list[np.ndarray]]:
+def copy_shards(keyed: Tree) -> tuple[list[SavedShard], list[np.ndarray]]:
     """The shards that this process writes of a state in keyed form, copied to the host.
 
     Of equal shards on several devices one process writes one. The copies do not change with the
@@ -107,7 +107,9 @@ def copy_shards(keyed: Tree) -> tuple[list[Shard], list[np.ndarray]]:
     shards, values, offset = [], [], 0
     for name, leaf, shard in found:
         bounds = _bounds_of(shard.index, leaf.shape)
-        shards.append(Shard(name, jnp.dtype(leaf.dtype).name, tuple(leaf.shape), bounds, offset))
+        shards.append(
+            SavedShard(name, jnp.dtype(leaf.dtype).name, tuple(leaf.shape), bounds, offset)
+        )
         on_host = isinstance(leaf, HostArray)  # and nothing else writes there
         values.append(np.asarray(shard.data) if on_host else np.array(shard.data))
         offset += shards[-1].bytes
@@ -115,7 +117,7 @@ def copy_shards(keyed: Tree) -> tuple[list[Shard], list[np.ndarray]]:
 
 
 def write_piece(
-    path: Path, shards: Sequence[Shard], values: Sequence[np.ndarray], meta: dict[str, Any]
+    path: Path, shards: Sequence[SavedShard], values: Sequence[np.ndarray], meta: dict[str, Any]
 ) -> None:
     """Write `path.bin`, and then `path.json`, without which a piece does not count."""
     checksum = xxhash.xxh3_128()
@@ -136,7 +138,7 @@ def check_piece(path: Path) -> None:
         raise DamagedError(f"{data} is not as it was written")
 
 
-def assemble(target: Any, parts: Sequence[tuple[Shard, Callable[[], bytes]]]) -> jax.Array:
+def assemble(target: Any, parts: Sequence[tuple[SavedShard, Callable[[], bytes]]]) -> jax.Array:
     """An array on this process's devices from the shards that overlap with theirs.
 
     Args:

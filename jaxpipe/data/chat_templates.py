@@ -21,7 +21,7 @@ import msgspec
 
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.data.optional import import_optional
-from jaxpipe.data.records import ConversationWriter, Message, Passages
+from jaxpipe.data.records import ChatMessage, ConversationWriter, Passages
 from jaxpipe.data.tokenizing import (
     BYTES,
     TOKENIZER_CONFIG,
@@ -53,7 +53,7 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         """Return the names of variables and keys that the template reads."""
         return _compile(self._source(has_tools)).names
 
-    def write(self, messages: list[Message], tools: list[Any]) -> Passages:
+    def write(self, messages: list[ChatMessage], tools: list[Any]) -> Passages:
         """Write a conversation, in which the text of `{% generation %}` counts.
 
         In a template without that tag the text of a message starts where the messages before it
@@ -67,7 +67,7 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         find = _passages_by_tag if template.has_generation_tag else _passages_by_prefixes
         return [passage for passage in find(messages, render) if passage[0]]
 
-    def prompt(self, messages: list[Message]) -> str:
+    def prompt(self, messages: list[ChatMessage]) -> str:
         """Write a conversation up to where the text of the assistant's next message begins.
 
         Raises `ValueError` where the template refuses the conversation.
@@ -85,13 +85,13 @@ class ChatTemplate(msgspec.Struct, frozen=True):
 
 
 class _Renderer(Protocol):
-    def __call__(self, messages: list[Message], generation_prompt: bool = False) -> str: ...
+    def __call__(self, messages: list[ChatMessage], generation_prompt: bool = False) -> str: ...
 
 
 def _render(
     template: Any,
     variables: dict[str, Any],
-    messages: list[Message],
+    messages: list[ChatMessage],
     generation_prompt: bool = False,
 ) -> str:
     """Return the text of messages. Raises `ValueError` where the template raises anything."""
@@ -107,7 +107,7 @@ def _render(
         ) from error
 
 
-def _passages_by_tag(messages: list[Message], render: _Renderer) -> Iterator[tuple[str, bool]]:
+def _passages_by_tag(messages: list[ChatMessage], render: _Renderer) -> Iterator[tuple[str, bool]]:
     parts = _MARKS.split(render(messages))
     flags = [True] * parts.count(_BEGIN)
     if any(message.counts != message.is_reply for message in messages):
@@ -127,7 +127,9 @@ def _passages_by_tag(messages: list[Message], render: _Renderer) -> Iterator[tup
             yield part, counts
 
 
-def _passages_by_prefixes(messages: list[Message], render: _Renderer) -> Iterator[tuple[str, bool]]:
+def _passages_by_prefixes(
+    messages: list[ChatMessage], render: _Renderer
+) -> Iterator[tuple[str, bool]]:
     text, position = render(messages), 0
     for number, message in enumerate(messages):
         if not message.counts:
@@ -231,8 +233,8 @@ def find_end_of_turn(writer: ConversationWriter, tokenizer: Tokenizer) -> int | 
 
     A model that is trained on such conversations ends its replies with it.
     """
-    question = Message({"role": "user", "content": "question"}, counts=False)
-    reply = Message({"role": "assistant", "content": "reply"}, counts=True)
+    question = ChatMessage({"role": "user", "content": "question"}, counts=False)
+    reply = ChatMessage({"role": "assistant", "content": "reply"}, counts=True)
     try:
         passages = writer.write([question, reply], [])
     except ValueError:

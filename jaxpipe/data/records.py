@@ -35,7 +35,7 @@ _SWITCHES = ("weight", "train", "loss")  # keys of a message: 1 or true if it co
 
 
 @dataclass(frozen=True)
-class Message:
+class ChatMessage:
     """A message of a conversation."""
 
     values: dict[str, Any]  # role, content (may be absent beside tool calls) and further keys
@@ -53,7 +53,7 @@ class ConversationWriter(Protocol):
     def keys(self, has_tools: bool) -> frozenset[str]:
         """Return the keys, besides role and content, that it writes; `tools` is a record's key."""
 
-    def write(self, messages: list[Message], tools: list[Any]) -> Passages:
+    def write(self, messages: list[ChatMessage], tools: list[Any]) -> Passages:
         """Return the passages of a conversation. Raises `ValueError` where it has no such form."""
 
 
@@ -71,7 +71,7 @@ class ChatML:
         """Return no keys: ChatML has a role and a content only."""
         return frozenset()
 
-    def write(self, messages: list[Message], tools: list[Any]) -> Passages:
+    def write(self, messages: list[ChatMessage], tools: list[Any]) -> Passages:
         """Write the messages. Raises `ConfigError` with the fault, if there is one."""
         if self.fault:
             raise ConfigError(self.fault)
@@ -189,7 +189,7 @@ class RecordConverter:
                 raise ValueError(f"its message {number}: {error}") from error
         return self.writer.write(messages, tools) if messages else []
 
-    def _message(self, message: dict[str, Any], counts: bool, read: frozenset[str]) -> Message:
+    def _message(self, message: dict[str, Any], counts: bool, read: frozenset[str]) -> ChatMessage:
         """Return a message with the names of its keys that Hugging Face uses.
 
         Args:
@@ -212,7 +212,7 @@ class RecordConverter:
         if any(value not in (0, 1) for value in switches.values()) or len({*switches.values()}) > 1:
             raise ValueError(f"{switches} is neither 0 nor 1, false nor true")
         counts = counts and values["role"] == "assistant"
-        return Message(values, bool(next(iter(switches.values()), counts)))
+        return ChatMessage(values, bool(next(iter(switches.values()), counts)))
 
     def _check_lost(self, record: dict[str, Any], used: tuple[str, ...], of: str) -> None:
         """Raise `ValueError` for non-empty keys that are neither used nor harmless."""

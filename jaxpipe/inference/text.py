@@ -11,7 +11,7 @@ from jaxpipe.checkpoint.serving import TOKENIZER
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.data.chat_templates import find_chat_template, load_chat_template
 from jaxpipe.data.manifest import read_manifest
-from jaxpipe.data.records import Message
+from jaxpipe.data.records import ChatMessage
 from jaxpipe.data.token_files import find_prepared_folders
 from jaxpipe.data.tokenizing import BYTES, ByteTokenizer, read_tokenizer, tokenizer_file
 from jaxpipe.inference.saved_model import SavedModel
@@ -109,7 +109,7 @@ def chat_prompt(saved: SavedModel, given: str, message: str) -> str:
             )
         template = load_chat_template(name)
     try:
-        return template.prompt([Message({"role": "user", "content": message}, counts=False)])
+        return template.prompt([ChatMessage({"role": "user", "content": message}, counts=False)])
     except ValueError as error:
         raise ConfigError(f"{error}: leave out --chat.") from error
 

@@ -33,7 +33,7 @@ _RENAMES = ("convert_element_type", "copy", "name", "reshape", "transpose")
 _SUMS = ("add", "add_any")
 
 
-class Value(NamedTuple):
+class JaxprValue(NamedTuple):
     """A variable of a jaxpr in one of its calls; a jaxpr that is called twice has one of each."""
 
     var: Var
@@ -56,8 +56,8 @@ class Step(NamedTuple):
     """
 
     name: str
-    reads: tuple[Value, ...]
-    makes: tuple[Value, ...]
+    reads: tuple[JaxprValue, ...]
+    makes: tuple[JaxprValue, ...]
     inner: int
 
     @property
@@ -97,9 +97,9 @@ def working_set(
     WorkingSet(peak=80, results=0)
     """
     steps = list(_steps(jaxpr, {}, 0, count(1)))
-    outputs = {Value(var) for var in jaxpr.outvars if isinstance(var, Var)}
-    written = _written(steps, set(map(Value, stored)), outputs)
-    given = set(map(Value, live))
+    outputs = {JaxprValue(var) for var in jaxpr.outvars if isinstance(var, Var)}
+    written = _written(steps, set(map(JaxprValue, stored)), outputs)
+    given = set(map(JaxprValue, live))
     sources = {value: frozenset((value,)) for value in written | given}
     begins, ends = dict.fromkeys(given, 0), {}
     for place, step in enumerate(steps):
@@ -115,13 +115,15 @@ def working_set(
     return WorkingSet(_largest(steps, begins, ends), results)
 
 
-def _written(steps: list[Step], stored: set[Value], outputs: set[Value]) -> set[Value]:
+def _written(
+    steps: list[Step], stored: set[JaxprValue], outputs: set[JaxprValue]
+) -> set[JaxprValue]:
     """The values in memory: results of operations that are not fused, and what kernels read.
 
     A product reads a transposed operand where it is. A product that is only added to something is
     added in place, as a gradient to its sum.
     """
-    readers: dict[Value, list[Step]] = {}
+    readers: dict[JaxprValue, list[Step]] = {}
     for step in steps:
         for value in {*step.reads}:
             readers.setdefault(value, []).append(step)
@@ -146,10 +148,10 @@ def _written(steps: list[Step], stored: set[Value], outputs: set[Value]) -> set[
     return written
 
 
-def _largest(steps: list[Step], begins: dict[Value, int], ends: dict[Value, int]) -> int:
+def _largest(steps: list[Step], begins: dict[JaxprValue, int], ends: dict[JaxprValue, int]) -> int:
     """The largest sum of live values; a loop updates in place what nothing reads after it."""
-    starting: list[list[Value]] = [[] for _ in steps]
-    ending: list[list[Value]] = [[] for _ in steps]
+    starting: list[list[JaxprValue]] = [[] for _ in steps]
+    ending: list[list[JaxprValue]] = [[] for _ in steps]
     for value, end in ends.items():
         starting[begins[value]].append(value)
         ending[end].append(value)
@@ -167,7 +169,7 @@ def _largest(steps: list[Step], begins: dict[Value, int], ends: dict[Value, int]
 
 
 def _steps(
-    jaxpr: Jaxpr, names: dict[Var, Value | Literal], call: int, calls: Iterator[int]
+    jaxpr: Jaxpr, names: dict[Var, JaxprValue | Literal], call: int, calls: Iterator[int]
 ) -> Iterator[Step]:
     """Yield the operations of a jaxpr, and those of its calls in their place.
 
@@ -176,8 +178,8 @@ def _steps(
       call, calls: its number, and those of further calls.
     """
 
-    def named(var: Any) -> Value | Literal:
-        return var if isinstance(var, Literal) else names.get(var, Value(var, call))
+    def named(var: Any) -> JaxprValue | Literal:
+        return var if isinstance(var, Literal) else names.get(var, JaxprValue(var, call))
 
     for eqn in jaxpr.eqns:
         name, bodies = eqn.primitive.name, list(_bodies(eqn))
@@ -188,7 +190,7 @@ def _steps(
             yield from _steps(body, inside, number, calls)
             for result, of in zip(eqn.outvars, body.outvars):
                 is_new = isinstance(of, Var)
-                names[result] = inside.get(of, Value(of, number)) if is_new else of
+                names[result] = inside.get(of, JaxprValue(of, number)) if is_new else of
             continue
         inner = [working_set(body).peak for body in bodies if name in _BODIES]
         inner = inner or [cudnn.workspace(name, tuple(var.aval.shape for var in eqn.invars))]
@@ -198,7 +200,7 @@ def _steps(
             made = ()
         yield Step(
             name,
-            tuple(value for value in reads if isinstance(value, Value)),
+            tuple(value for value in reads if isinstance(value, JaxprValue)),
             made,
             inner[-1] if eqn.params.get("branches_platforms") else max(inner),
         )

@@ -14,7 +14,7 @@ import jax
 
 from jaxpipe.config import Config, ConfigError
 
-Value = bool | int | str
+OptionValue = bool | int | str
 
 _GPUS = ("gpu", "cuda")
 _LEAST_ON_GPUS = (0, 11)  # first jax for which `plan --check-gpu` finds no ring buffer copies
@@ -39,12 +39,12 @@ class Option(NamedTuple):
 
     name: str
     purpose: str
-    values: Mapping[str, Value]
+    values: Mapping[str, OptionValue]
     why: str
     noticed: str = ""
 
     @property
-    def value(self) -> Value | None:
+    def value(self) -> OptionValue | None:
         """The value for the installed jax; None where jax is older than every entry."""
         known = [one for since, one in self.values.items() if _version(since) <= _installed()]
         return known[-1] if known else None
@@ -171,7 +171,7 @@ def purposes_of(config: Config) -> tuple[str, ...]:
     return tuple(purpose for purpose, is_asked in asked.items() if is_asked)
 
 
-def options(platform: str, *purposes: str) -> dict[str, Value]:
+def options(platform: str, *purposes: str) -> dict[str, OptionValue]:
     """`compiler_options` for a jitted step on devices of this platform; empty except on GPUs.
 
     Options that XLA_FLAGS names are left to the user. Warns (`UserWarning`) about each option that
@@ -240,7 +240,7 @@ def _is_the_users(name: str) -> bool:
     return f"--{name}" in (one.split("=")[0] for one in os.environ.get("XLA_FLAGS", "").split())
 
 
-def accepted(own: Iterable[Option]) -> tuple[dict[str, Value], list[str]]:
+def accepted(own: Iterable[Option]) -> tuple[dict[str, OptionValue], list[str]]:
     """The options that the installed XLA knows, and a sentence for each of the others."""
     kept, dropped = {}, []
     for option in own:
@@ -253,7 +253,7 @@ def accepted(own: Iterable[Option]) -> tuple[dict[str, Value], list[str]]:
 
 
 @cache
-def _refusal(name: str, value: Value | None) -> str | None:
+def _refusal(name: str, value: OptionValue | None) -> str | None:
     """The reason against an option, from XLA or from the table; None if there is none.
 
     XLA parses the options of every platform on any platform, so compiling a constant for the

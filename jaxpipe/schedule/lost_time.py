@@ -70,7 +70,7 @@ def cell_kind(cell: Cell) -> str:
 
 
 @dataclass(frozen=True)
-class Replay:
+class MeasuredScan:
     """Simulates the scan of a schedule with measured times.
 
     Attributes:

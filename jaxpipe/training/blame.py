@@ -12,7 +12,7 @@ _SHARE = 0.05  # of a step's time: what costs less is not named
 _STEPS = 20  # what lasts for no more steps is not named
 
 
-class Window(msgspec.Struct):
+class StragglerWindow(msgspec.Struct):
     """What one process has measured in a few consecutive steps.
 
     Attributes:
@@ -68,7 +68,9 @@ class Finding(NamedTuple):
     lost: float
 
 
-def find_process(windows: Sequence[Window], cost: Callable[[int, float], float]) -> Finding:
+def find_process(
+    windows: Sequence[StragglerWindow], cost: Callable[[int, float], float]
+) -> Finding:
     """The process whose host makes its devices wait most, compared with the others' median.
 
     Args:
@@ -90,7 +92,7 @@ def find_process(windows: Sequence[Window], cost: Callable[[int, float], float])
     return Finding(process, windows[process].name, words[cause], lost)
 
 
-def find_op(lost: LostTime, window: Window, process: int) -> Finding:
+def find_op(lost: LostTime, window: StragglerWindow, process: int) -> Finding:
     """The finding about an op or a link of a recorded step."""
     if lost.cause == LINK:
         words = f"the link between pipeline ranks {lost.pp_rank} and {lost.pp_rank + 1} is slow"

@@ -25,7 +25,7 @@ from jaxpipe.training.fused import programs
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
 from jaxpipe.training.rates import host_total
-from jaxpipe.training.recording import Window
+from jaxpipe.training.recording import RecordingWindow
 from jaxpipe.training.rollback import Failure, can_roll_back, describe_loss, roll_back
 from jaxpipe.training.signals import stop_signals
 from jaxpipe.training.start import DataPosition, describe
@@ -79,7 +79,7 @@ class TrainLoop:
             last = f"train.steps={config.train.steps}"
             self.progress.say(f"nothing to do: {last} is reached; raise it")
             return 0
-        window = Window(config, self.progress.say)
+        window = RecordingWindow(config, self.progress.say)
         with self.steps, self.stragglers, window, stop_signals() as received:
             window.turn(done)
             while not isinstance(end := self._train(state, seen, window, received), int):
@@ -93,7 +93,7 @@ class TrainLoop:
             return end
 
     def _train(
-        self, state: State, seen: DataPosition, window: Window, received: list[int]
+        self, state: State, seen: DataPosition, window: RecordingWindow, received: list[int]
     ) -> int | Failure:
         """Train from a state on; return the exit code, or the step that must not be passed over."""
         trainer, train = self.trainer, self.trainer.config.train

@@ -13,7 +13,7 @@ from jaxpipe.runtime.directory import AppendedFile, WriteGuard
 from jaxpipe.runtime.storage import write_whole
 from jaxpipe.training.loggers import Logger
 
-Value = float | list[Any]  # a number, or nested lists of numbers
+MetricValue = float | list[Any]  # a number, or nested lists of numbers
 _SCALARS = 64  # a list of at most so many numbers is logged as scalars, a longer one as a histogram
 
 
@@ -65,7 +65,7 @@ class MetricsLog:
     def _opened(self, last_step: int) -> AppendedFile:
         return AppendedFile(self._path, lambda: _keep_until(self._path, last_step))
 
-    def write(self, step: int, values: dict[str, Value]) -> None:
+    def write(self, step: int, values: dict[str, MetricValue]) -> None:
         """Log one step's values."""
         finite = {name: _for_json(value) for name, value in values.items()}
         with self._guard.attempt(str(self._path)):
@@ -75,7 +75,7 @@ class MetricsLog:
                 logger.show(step, dict(_for_loggers(values)))
 
 
-def _for_loggers(values: dict[str, Value]) -> Iterator[tuple[str, float | np.ndarray]]:
+def _for_loggers(values: dict[str, MetricValue]) -> Iterator[tuple[str, float | np.ndarray]]:
     """Yield (name, scalar), and (name, finite numbers) for histograms."""
     for name, value in values.items():
         array = np.asarray(value)
@@ -87,7 +87,7 @@ def _for_loggers(values: dict[str, Value]) -> Iterator[tuple[str, float | np.nda
             yield name, array[np.isfinite(array)]
 
 
-def _for_json(value: Value) -> Any:
+def _for_json(value: MetricValue) -> Any:
     """The value with None for NaN and infinity, which JSON cannot write."""
     if isinstance(value, list):
         return [_for_json(part) for part in value]

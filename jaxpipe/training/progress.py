@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from jaxpipe.config import LogConfig
-from jaxpipe.training.metrics import Value
+from jaxpipe.training.metrics import MetricValue
 
 
 class Progress:
@@ -56,7 +56,7 @@ class Progress:
         with contextlib.suppress(OSError):
             self._console.print(message)
 
-    def update(self, step: int, values: dict[str, Value], *, first: bool) -> None:
+    def update(self, step: int, values: dict[str, MetricValue], *, first: bool) -> None:
         """Show one step's scalar metrics.
 
         `first`: the step's time includes compilation, so it does not count for the ETA.
@@ -125,7 +125,7 @@ _LOGGED_ONLY = {  # not shown, to keep the line short
 }  # fmt: skip
 
 
-def describe(step: int, steps: int, values: dict[str, Value], seconds: float | None) -> str:
+def describe(step: int, steps: int, values: dict[str, MetricValue], seconds: float | None) -> str:
     """Format one step as a line; `seconds` is the smoothed time of a step, None: not yet known.
 
     Scalar metrics that layers return are shown by name; lists are omitted.

@@ -33,7 +33,7 @@ def recording(directory: Path) -> Iterator[None]:
             raise OSError(first_line(error)) from error
 
 
-class Window:
+class RecordingWindow:
     """Records the steps given by `log.profile_start` and `log.profile_steps`; a context manager.
 
     Every process writes its recording to `<run.dir>/profile/process-<number>`. A run that ends
@@ -54,7 +54,7 @@ class Window:
         self._open = contextlib.ExitStack()
         self._recorded = ""  # message to print when the open recording ends
 
-    def __enter__(self) -> "Window":
+    def __enter__(self) -> "RecordingWindow":
         return self
 
     def __exit__(self, *_: object) -> None:

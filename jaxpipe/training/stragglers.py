@@ -21,9 +21,9 @@ import numpy as np
 
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.watchdog import place_of
-from jaxpipe.schedule.lost_time import RankSeconds, Replay
+from jaxpipe.schedule.lost_time import MeasuredScan, RankSeconds
 from jaxpipe.schedule.recording import RankTicks
-from jaxpipe.training.blame import Blame, Finding, Window, find_op, find_process
+from jaxpipe.training.blame import Blame, Finding, StragglerWindow, find_op, find_process
 from jaxpipe.training.bubble import devices_by_replica, recorded_grid
 from jaxpipe.training.trainer import Trainer
 
@@ -96,7 +96,7 @@ class Stragglers:
 
     def _run(self) -> None:
         """Measure until the run ends; a failure of a device is reported by the main thread."""
-        window, before = Window(0, self._name), 0.0
+        window, before = StragglerWindow(0, self._name), 0.0
         while (dispatch := self._queue.get()) is not None:
             try:
                 jax.block_until_ready(dispatch.result)
@@ -108,11 +108,11 @@ class Stragglers:
                 window.steps, window.step = window.steps + steps, dispatch.program[-1]
                 if window.steps >= _EVERY:
                     self._report(window)
-                    window = Window(window.number + 1, self._name)
+                    window = StragglerWindow(window.number + 1, self._name)
             except jax.errors.JaxRuntimeError:
                 return
 
-    def _report(self, window: Window) -> None:
+    def _report(self, window: StragglerWindow) -> None:
         """Publish a window; process 0 also judges the window before it."""
         ticks, self._ticks = self._ticks, {}
         window.ops = {
@@ -128,12 +128,12 @@ class Stragglers:
             self._judge([window])
             return
         texts = processes.posted(f"{_KEYS}/{(window.number - 1) % _KEPT}")
-        windows = [msgspec.json.decode(texts[i], type=Window) for i in sorted(texts)]
+        windows = [msgspec.json.decode(texts[i], type=StragglerWindow) for i in sorted(texts)]
         # The first window has what happens once in a process, such as compilation.
         if len(windows) == count and all(each.number == window.number - 1 > 0 for each in windows):
             self._judge(windows)
 
-    def _judge(self, windows: list[Window]) -> None:
+    def _judge(self, windows: list[StragglerWindow]) -> None:
         """Make metrics of the reports of all processes, and name a culprit."""
         step, seconds = windows[0].step, float(np.median([each.seconds for each in windows]))
         series: dict[str, Any] = {}
@@ -178,7 +178,7 @@ class Stragglers:
         return devices_by_replica(self._trainer.mesh)
 
     @cached_property
-    def _replay(self) -> Replay:
+    def _replay(self) -> MeasuredScan:
         trainer = self._trainer
         grid, costs = recorded_grid(trainer.pipeline), trainer.plan.costs
-        return Replay(trainer.schedule, trainer.execution.lockstep, grid, costs)
+        return MeasuredScan(trainer.schedule, trainer.execution.lockstep, grid, costs)

@@ -20,7 +20,7 @@ from texts import prepared
 from jaxpipe.config import ConfigError
 from jaxpipe.data.chat_templates import ChatTemplate, load_chat_template
 from jaxpipe.data.packing import pack_documents
-from jaxpipe.data.records import Message, Passages, RecordConverter
+from jaxpipe.data.records import ChatMessage, Passages, RecordConverter
 from jaxpipe.data.samples import PackedSamples
 from jaxpipe.data.token_files import open_documents
 from jaxpipe.data.tokenizing import load_tokenizer
@@ -169,7 +169,7 @@ def test_a_prompt_is_that_of_transformers(model: Path) -> None:
     library = transformers.AutoTokenizer.from_pretrained(model)
     for messages in ([says("user", "hi")], [*CHAT[-2:], says("user", " and then?")]):
         theirs = library.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        ours = [Message(values, counts=False) for values in messages]
+        ours = [ChatMessage(values, counts=False) for values in messages]
         assert load_chat_template(str(model)).prompt(ours) == theirs
 
 

@@ -182,7 +182,7 @@ def test_a_recording_on_a_full_disk_is_reported(tmp_path, monkeypatch):
     """As XLA reports it; the steps go on, for the window of a run and for its bubbles alike."""
     import jax
 
-    from jaxpipe.training.recording import Window, recording
+    from jaxpipe.training.recording import RecordingWindow, recording
 
     def lack():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: x.pb; No space left on device")
@@ -192,7 +192,7 @@ def test_a_recording_on_a_full_disk_is_reported(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"), recording(tmp_path):
         pass
     config, said = load(SMALL, [f"run.dir={tmp_path}", "log.profile_start=2"]), []
-    with Window(config, said.append) as window:
+    with RecordingWindow(config, said.append) as window:
         for step in range(8):
             window.turn(step)
     (sentence,) = (line for line in said if line.startswith("warning"))

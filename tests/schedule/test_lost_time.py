@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.schedule import Costs, Lockstep, build
-from jaxpipe.schedule.lost_time import ALL, LINK, RankSeconds, Replay, cell_kind
+from jaxpipe.schedule.lost_time import ALL, LINK, MeasuredScan, RankSeconds, cell_kind
 from jaxpipe.schedule.lower import build_grid
 from jaxpipe.schedule.recording import Tick
 from jaxpipe.schedule.scan import cell_starts, scan_waits
@@ -17,7 +17,7 @@ TWO_TICKS = Lockstep(transfer_ticks=2)
 
 def replay_of(name="1f1b", lockstep=TWO_TICKS):
     schedule = build(name, pp=P, microbatches=8)
-    return Replay(schedule, lockstep, build_grid(schedule, lockstep), Costs(1.0, 1.2, 0.9))
+    return MeasuredScan(schedule, lockstep, build_grid(schedule, lockstep), Costs(1.0, 1.2, 0.9))
 
 
 def recorded(replay, slow=(), by=1.0, link=None, replicas=1, unit=0.01):

@@ -74,5 +74,5 @@ def test_a_window_that_cannot_be_is_refused(tmp_path, capsys, more, sentence):
 
 def test_of_steps_in_one_program_all_are_recorded():
     how = ["train.fused_steps=4", "log.profile_start=7", "log.profile_steps=3"]
-    window = recording.Window(load(SMALL, how), print)
+    window = recording.RecordingWindow(load(SMALL, how), print)
     assert [step for step in range(20) if window.turns_at(step)] == [4, 12]

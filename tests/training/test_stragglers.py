@@ -15,26 +15,26 @@ from several import ends, start_all
 from slow import SPAN, slow_process
 
 from jaxpipe.schedule.lost_time import LINK, LostTime
-from jaxpipe.training.blame import Blame, Finding, Window, find_op, find_process
+from jaxpipe.training.blame import Blame, Finding, StragglerWindow, find_op, find_process
 
 SCRIPT = Path(__file__).parent / "slow.py"
 TRIALS = int(os.environ.get("STRAGGLER_TRIALS", "3"))
 
 
 def window(index, **seconds):
-    return Window(4, f"host{index}, pp={index}", steps=10, step=50, counted=8, **seconds)
+    return StragglerWindow(4, f"host{index}, pp={index}", steps=10, step=50, counted=8, **seconds)
 
 
 def test_a_window_holds_what_devices_wait_for():
     """Devices end a step at 10 and get the next at 13, whose batch was asked for at 11."""
-    found = Window(0, "")
+    found = StragglerWindow(0, "")
     found.add(before=10.0, asked=11.0, dispatched=13.0, done=20.0, steps=1)
     assert (found.seconds, found.host, found.data, found.counted) == (10.0, 1.0, 2.0, 1)
     # a step that is dispatched before the one before it ends adds no wait; two steps a program
     found.add(before=20.0, asked=14.0, dispatched=15.0, done=26.0, steps=2)
     assert (found.host, found.data, found.counted) == (1 / 3, 2 / 3, 3)
     np.testing.assert_allclose(found.seconds, 16 / 3)
-    half = Window(0, "")
+    half = StragglerWindow(0, "")
     half.add(before=10.0, asked=9.0, dispatched=12.0, done=20.0, steps=1)
     assert (half.host, half.data) == (0.0, 2.0)
 
