@@ -22,7 +22,10 @@ from jaxpipe.config.paths import CHECKPOINT_STORES, check_local, check_path
 from jaxpipe.config.sections import Config
 from jaxpipe.model import FAMILIES, PRESETS, ModelConfig
 
-_RENAMED = {"parallel": {"sdp": "cp"}}  # keys of older configurations, and their present names
+_RENAMED = {  # keys of older configurations, and their present names
+    "parallel": {"sdp": "cp", "defer_ends": "defer_embed_head"},
+    "optimizer": {"decay_of_ends": "decay_of_embed_head"},
+}
 _LEAST_FLOAT32, _MOST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers
 _LISTED = {tuple[int, ...]: "integers", tuple[str, ...]: "strings"}
 

@@ -93,7 +93,7 @@ class ParallelConfig(Section, kw_only=True):
     # ticks of a transfer; 0: 1 on CPU; on GPU 2, or 1 with phased permutes if the scan is shorter
     transfer_ticks: Literal[0, 1, 2] = 0
     # defer weight gradients of embedding and head to W of their stages; keeps logit gradients live
-    defer_ends: bool = False
+    defer_embed_head: bool = False
     # limit on live microbatches per pipeline rank, within which forwards run ahead of the
     # schedule's order; 0: forwards keep the order. For 1f1b, 2 pp - 1 (2 pp with
     # vocab_parallel_pp, and slices - 1 more with slices) hides the idle time of lockstep execution,
@@ -161,7 +161,7 @@ class ParallelConfig(Section, kw_only=True):
         return self.reshard_after_forward
 
     @property
-    def ends_shared_by(self) -> int:
+    def vocab_shared_by(self) -> int:
         """Pipeline ranks that share embedding and head; 0: none, or not known yet ("auto")."""
         return self.pp if self.vocab_parallel_pp is True else 0
 
@@ -269,7 +269,9 @@ class OptimizerConfig(Section, kw_only=True):
     muon_momentum: DecayRate = 0.95  # decay rate of Muon's momentum
     muon_lr: Annotated[float, Meta(ge=0)] = 0.0  # peak learning rate of Muon's matrices; 0: lr
     weight_decay: Annotated[float, Meta(ge=0)] = 0.1  # weight decay of the layers' matrices
-    decay_of_ends: Annotated[float, Meta(ge=0)] = 1.0  # embedding, head: factor of weight_decay
+    decay_of_embed_head: Annotated[float, Meta(ge=0)] = (
+        1.0  # embedding, head: factor of weight_decay
+    )
     decay_of_vectors: Annotated[float, Meta(ge=0)] = 0.0  # norm gains: factor of weight_decay
     clip_norm: Annotated[float, Meta(ge=0)] = 1.0  # limit on the global gradient norm; 0: off
     # learning rate after warm-up. wsd: constant, then linear; wsd_sqrt: constant, then as 1 - sqrt;

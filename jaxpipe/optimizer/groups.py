@@ -18,7 +18,7 @@ def weight_decay(config: OptimizerConfig, stored: Stores) -> optax.GradientTrans
     """A transformation that adds each group's weight decay times the parameter to the update."""
     rates = {
         "matrix": config.weight_decay,
-        "end": config.weight_decay * config.decay_of_ends,
+        "embed_head": config.weight_decay * config.decay_of_embed_head,
         "vector": config.weight_decay * config.decay_of_vectors,
     }
 
@@ -32,12 +32,12 @@ def weight_decay(config: OptimizerConfig, stored: Stores) -> optax.GradientTrans
 
 
 def groups(params: Tree, stored: Stores) -> Tree:
-    """The group of every parameter: `matrix` (in layers), `end` (embedding, head) or `vector`."""
+    """The group of every parameter: `matrix` (in layers), `embed_head` or `vector`."""
 
     def group(matrices: str, how: ParamSharding) -> str:
         return "vector" if how.param.matrix is None else matrices
 
-    names = {"embed_head": "end", "layers": "matrix"}
+    names = {"embed_head": "embed_head", "layers": "matrix"}
     return {
         part: jax.tree.map(partial(group, names[part]), leaves)
         for part, leaves in stored(params).items()

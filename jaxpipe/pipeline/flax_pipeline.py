@@ -146,9 +146,10 @@ def from_flax(
         raise ValueError("the list of layers is empty: a pipeline needs a layer for every stage.")
     named = {f"layers[{i}] ({type(one).__name__})": one for i, one in enumerate(layers)}
     check_modules({"embed": embed, "head": head} | named)
-    ends, embed_head = ModuleFunction.split("embed_head", {"embed": embed, "head": head}, tp, (PP,))
+    both = {"embed": embed, "head": head}
+    embed_head_function, embed_head = ModuleFunction.split("embed_head", both, tp, (PP,))
     functions, params = zip(*(ModuleFunction.split(name, one, tp) for name, one in named.items()))
-    model = _Model(ends, functions, loss, count, tp)
+    model = _Model(embed_head_function, functions, loss, count, tp)
     counts = assign_layers(len(layers), schedule.stages, layers_per_stage)
     pipeline = Pipeline(model.functions, schedule, mesh, counts, execution)
     return FlaxPipeline(model, pipeline, embed_head, list(params))
@@ -187,12 +188,12 @@ def build_pipeline_schedule(
                 f"order, built with one microbatch size."
             )
     modules = [stage.module for stage in stages]
-    ends = [(stage.embed is not None, stage.head is not None) for stage in modules]
+    held = [(stage.embed is not None, stage.head is not None) for stage in modules]
     layers = [(int(i), layer) for stage in modules for i, layer in stage.layers.items()]
     want = [(i == 0, i == len(stages) - 1) for i in range(len(stages))]
-    if ends != want or [i for i, _ in layers] != list(range(len(layers))):
+    if held != want or [i for i, _ in layers] != list(range(len(layers))):
         raise ValueError(
-            f"the stages have the layers {[i for i, _ in layers]} and (embedding, head) {ends}: "
+            f"the stages have the layers {[i for i, _ in layers]} and (embedding, head) {held}: "
             f"list all stages in order, of which the first has the embedding and the last the head."
         )
     pp = mesh.shape[PP]

@@ -63,11 +63,11 @@ class DeviceParameters:
         layers = cast["layers"]
         if not execution.reshard_after_forward:
             layers = _whole(stored["layers"], layers)
-        ends, read = _whole(stored["embed_head"], cast["embed_head"]), None
+        embed_head, read = _whole(stored["embed_head"], cast["embed_head"]), None
         if for_layers:
             over_pp = lambda how, leaf: how.as_consumed.gather(leaf, {PP})  # noqa: E731
-            read = jax.tree.map(over_pp, stored["embed_head"], ends)
-        return cls(execution, stored, masters, ends, read, layers)
+            read = jax.tree.map(over_pp, stored["embed_head"], embed_head)
+        return cls(execution, stored, masters, embed_head, read, layers)
 
     def layer_shapes(self, run: int, layers: int) -> Tree:
         """Return the shapes of one layer of a run of `layers`, gathered for compute."""
@@ -142,14 +142,14 @@ class DeviceParameters:
 
         stored, masters = self.shardings, self.masters
         own = itertools.cycle(map(like, stored["layers"], self.layers, masters["layers"]))
-        of_ends = partial(like, stored["embed_head"], leaves=masters["embed_head"])
+        of_embed_head = partial(like, stored["embed_head"], leaves=masters["embed_head"])
         kinds, read = [run.kind for chunk in chunks for run in chunk.runs], None
         uses = [of.split.uses_of_embed_head for of in kinds if of.split and of.kind.reads]
         if uses and self.execution.lockstep.vocab_parallel:
             used = jax.tree.map(lambda *flags: any(flags), *uses)
-            read = select(used, of_ends(self.embed_head_of_layers))
+            read = select(used, of_embed_head(self.embed_head_of_layers))
         return {
-            "embed_head": of_ends(self.embed_head),
+            "embed_head": of_embed_head(self.embed_head),
             "read": read,
             "layers": tuple(tuple(next(own) for _ in chunk.runs) for chunk in chunks),
         }

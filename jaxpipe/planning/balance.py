@@ -61,7 +61,7 @@ def layer_seconds(config: Config, hardware: Hardware) -> tuple[float, ...]:
     mean = total(seconds.layer) + total(seconds.exchange) + total(seconds.sharing)
     scale = mean * len(layers) / sum(layers)
     layers = [layer * scale for layer in layers]
-    if not config.parallel.ends_shared_by:
+    if not config.parallel.vocab_shared_by:
         layers[0] += seconds.embed + seconds.embed_gradient
         layers[-1] += seconds.head
     return tuple(layers)

@@ -19,7 +19,7 @@ def variants(config: Config) -> list[ScheduleVariant]:
 def sizes_of(config: Config) -> VariantSizes:
     """The sizes that decide which variants are worth a try."""
     parallel = config.parallel
-    shared = parallel.ends_shared_by > 0
+    shared = parallel.vocab_shared_by > 0
     return VariantSizes(parallel.pp, config.model.pipeline_layers, parallel.slices, shared)
 
 

@@ -141,15 +141,15 @@ def _check_sharding(config: Config) -> None:
 def _check_use(config: Config) -> None:
     """Raise `ConfigError` if loss chunks or a bubble log have no use.
 
-    `train.loss_chunks` above 1 excludes `parallel.defer_ends`.
+    `train.loss_chunks` above 1 excludes `parallel.defer_embed_head`.
 
     `log.bubble_every` needs a `parallel.pp` above 1.
     """
     train = config.train
-    if train.loss_chunks > 1 and config.parallel.defer_ends:
+    if train.loss_chunks > 1 and config.parallel.defer_embed_head:
         raise ConfigError(
             f"train.loss_chunks={train.loss_chunks} makes the head's gradient with the loss, but "
-            f"parallel.defer_ends=true lets it wait: use one of them."
+            f"parallel.defer_embed_head=true lets it wait: use one of them."
         )
     if config.log.bubble_every and config.parallel.pp == 1:
         raise ConfigError(

@@ -147,7 +147,7 @@ def essentials(config: Config) -> Config:
         lora=structs.replace(config.lora, adapter=""),
         data=DataConfig(**packed),
         parallel=ParallelConfig(
-            pp=parallel.ends_shared_by or 1,
+            pp=parallel.vocab_shared_by or 1,
             dp=lcm(parallel.cp, parallel.ep),
             cp=parallel.cp,
             cp_method=parallel.cp_method,
@@ -157,7 +157,7 @@ def essentials(config: Config) -> Config:
             tp=parallel.tp,
             slices=parallel.slices,
             sequence_parallel=parallel.sequence_parallel,
-            vocab_parallel_pp=bool(parallel.ends_shared_by),
+            vocab_parallel_pp=bool(parallel.vocab_shared_by),
         ),
         train=TrainConfig(
             steps=1,

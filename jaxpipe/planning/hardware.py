@@ -86,7 +86,7 @@ def analytic(config: Config, hardware: Hardware) -> OpSeconds:
 
     return OpSeconds(
         layer=LayerSeconds(*map(compute, "FBW")),
-        head=costs.head * max(1, config.parallel.ends_shared_by) / hardware.flops,
+        head=costs.head * max(1, config.parallel.vocab_shared_by) / hardware.flops,
         transfer=costs.message / hardware.link,
         copies=copies_of(config, hardware),
         exchange=LayerSeconds(

@@ -181,7 +181,7 @@ class LayoutSearch:
             fitting = [update for size, update in states[key] if size + stored <= self.usable]
             if fitting:
                 costs = seconds.costs(
-                    layers, shared_by=shape.parallel.ends_shared_by, split=facts.is_split
+                    layers, shared_by=shape.parallel.vocab_shared_by, split=facts.is_split
                 )
                 bound = least_seconds(facts, costs) + min(fitting)
                 if shape.parallel.layer_split == "balanced" and scheduled.parallel.memory_limit:

@@ -74,7 +74,7 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
     overlaps = train.fused_steps > 1 and not mirrored
     cast = item != FLOAT32 or overlaps  # parameters that change in a program are copied for ops
     read = (embed_head.full if cast else embed_head.gathered) + frozen_embed_head.gathered
-    of_layers = bool(costs.reads and parallel.ends_shared_by)
+    of_layers = bool(costs.reads and parallel.vocab_shared_by)
     read += of_layers * (embed_head.of_layers + frozen_embed_head.of_layers)
     if parallel.reshards:
         ahead = min(2, max(map(len, layout.chunk_kinds)))  # a layer, and the next, gathered ahead
@@ -108,7 +108,7 @@ def logits_of(config: Config) -> int:
     """Number of logits that a device computes at once, of a microbatch, slice or loss chunk."""
     train, parallel = config.train, config.parallel
     tokens = train.microbatch_size * train.seq_len // parallel.rows_per_sequence
-    vocabulary = -(-config.model.vocab_size // (parallel.tp * (parallel.ends_shared_by or 1)))
+    vocabulary = -(-config.model.vocab_size // (parallel.tp * (parallel.vocab_shared_by or 1)))
     return tokens // train.loss_chunks * vocabulary
 
 

@@ -33,7 +33,7 @@ def model_of(config: Config, grouped: GroupedProduct | None = None) -> Model:
     devices = ONE_DEVICE
     if parallel.tp > 1:
         devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
-    shares_vocabulary = parallel.ends_shared_by
+    shares_vocabulary = parallel.vocab_shared_by
     embed_head_devices = VocabularyParallel.of(devices, parallel.pp) if shares_vocabulary else None
     sequence = FULL_SEQUENCE
     if parallel.cp > 1:

@@ -57,7 +57,7 @@ def _check_vocab_parallel(config: Config) -> None:
 
     `parallel.vocab_parallel_pp=true` needs a `parallel.pp` above 1.
 
-    `parallel.vocab_parallel_pp=true` excludes `parallel.defer_ends`.
+    `parallel.vocab_parallel_pp=true` excludes `parallel.defer_embed_head`.
     """
     parallel = config.parallel
     if parallel.vocab_parallel_pp is not True:
@@ -67,9 +67,9 @@ def _check_vocab_parallel(config: Config) -> None:
             "parallel.vocab_parallel_pp=true cuts the vocabulary over parallel.pp, which is 1: set "
             "parallel.pp, or leave vocab_parallel_pp out."
         )
-    if parallel.defer_ends:
+    if parallel.defer_embed_head:
         raise ConfigError(
-            "parallel.vocab_parallel_pp=true with parallel.defer_ends=true: an embedding "
+            "parallel.vocab_parallel_pp=true with parallel.defer_embed_head=true: an embedding "
             "and head that all ranks share leave nothing to even out by waiting; use one of them."
         )
 

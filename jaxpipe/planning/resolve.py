@@ -83,7 +83,7 @@ class RunPlan:
         """Seconds of the schedule's stages, from `seconds`."""
         return self.seconds.costs(
             self.layers,
-            shared_by=self.config.parallel.ends_shared_by,
+            shared_by=self.config.parallel.vocab_shared_by,
             split=any(action.op is Op.B for _, action in self.schedule.actions()),
             pairs=self.lockstep.pairs,
         )
@@ -206,7 +206,7 @@ def with_known_vocabulary(config: Config) -> list[Config]:
     parallel = config.parallel
     if parallel.vocab_parallel_pp != "auto":
         return [config]
-    alone = parallel.pp == 1 or parallel.defer_ends or config.train.fused_steps > 1
+    alone = parallel.pp == 1 or parallel.defer_embed_head or config.train.fused_steps > 1
     ways = (False,) if alone else (False, True)
     return [_with_vocabulary(config, shared=shared) for shared in ways]
 
@@ -260,8 +260,8 @@ def _lockstep_of(config: Config, devices: Devices) -> Lockstep:
     return Lockstep(
         transfer_ticks=parallel.transfer_ticks or (1 if on_cpu else 2),
         in_flight=parallel.in_flight or None,
-        vocab_parallel=bool(parallel.ends_shared_by),
-        defer_ends=parallel.defer_ends,
+        vocab_parallel=bool(parallel.vocab_shared_by),
+        defer_embed_head=parallel.defer_embed_head,
         pairs=not on_cpu and not config.train.offload_layers,
         synchronizes_all=on_cpu,
     )
@@ -280,7 +280,7 @@ def _schedule_of(
     options |= {
         "objective": parallel.objective,
         "effort": effort,
-        "costs": seconds.costs(layers, shared_by=parallel.ends_shared_by),
+        "costs": seconds.costs(layers, shared_by=parallel.vocab_shared_by),
     }
     if parallel.objective == "scan":
         options["lockstep"] = replace(lockstep, in_flight=None)

@@ -71,7 +71,7 @@ def search_table(estimates: Sequence[Estimate]) -> Table:
             "ZeRO": str(parallel.zero_stage),
             "offloaded": ", ".join(filter(None, (layers, "moments" * train.offload_moments))),
             "schedule": estimate.label,
-            "head": "shared" if parallel.ends_shared_by else "own",
+            "head": "shared" if parallel.vocab_shared_by else "own",
             "GiB": f"{estimate.bytes.total / _GIB:.1f}",
             "seconds": f"{estimate.seconds:.4g}",
             "tokens/s/device": f"{estimate.tokens_per_second / parallel.devices:,.0f}",

@@ -161,7 +161,7 @@ class SearchSpace:
         """Yield the configurations of a mesh by how streams, embedding and head are shared."""
         own, alone = self._own, sizes["pp"] == 1
         streams = dict.fromkeys((True, own.sequence_parallel)) if sizes["tp"] > 1 else [False]
-        vocabulary_choices = [False] if alone or own.defer_ends else [False, True]
+        vocabulary_choices = [False] if alone or own.defer_embed_head else [False, True]
         if own.vocab_parallel_pp != "auto":
             vocabulary_choices = self._choose("parallel.vocab_parallel_pp", vocabulary_choices)
         heads = {"cp_heads": own.cp_heads if sizes["cp"] == own.cp else 1}

@@ -40,7 +40,7 @@ _COLUMNS = (
     ),
     Column(
         "head", "embedding and head: of the end stages alone (own), or shared over pp (shared)",
-        lambda one: _ends(one),
+        lambda one: _place_of_embed_head(one),
     ),
     Column(
         "bubble", "idle share of ranks that run asynchronously, of the whole step",
@@ -163,7 +163,7 @@ class Plan:
             {
                 "schedule": one.label,
                 "configured": one.configured,
-                "embed_head": _ends(one),
+                "embed_head": _place_of_embed_head(one),
                 "fits": one.bytes.total <= self.memory,
                 "tokens_per_second": one.tokens_per_second,
                 **asdict(one.report),
@@ -204,5 +204,5 @@ def _traffic(config: Config) -> Iterator[str]:
             )
 
 
-def _ends(one: Estimate) -> str:
+def _place_of_embed_head(one: Estimate) -> str:
     return "shared" if one.plan.lockstep.vocab_parallel else "own"

@@ -93,9 +93,9 @@ def live_intervals(
             rank_intervals.stash[key] = (b, w)
         rank_intervals.for_b[key] = (start, b)
         rank_intervals.for_w[key] = (start, w)
-        if lockstep.defer_ends and forward.stage == schedule.stages - 1:
+        if lockstep.defer_embed_head and forward.stage == schedule.stages - 1:
             rank_intervals.head[key] = (start, w)
-        if lockstep.defer_ends and forward.stage == 0:
+        if lockstep.defer_embed_head and forward.stage == 0:
             rank_intervals.embed[key] = (b, w)
     return intervals
 

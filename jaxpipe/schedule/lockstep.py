@@ -28,15 +28,16 @@ class Lockstep:
       vocab_parallel: embedding and head are vocabulary-parallel over pp. The loss is computed at
         the start of the tick after the last stage's F, so the gradient action of a microbatch
         cannot share the cell of that F, and packed 1F1B needs 2P in flight.
-      defer_ends: the weight gradients of embedding and head are deferred to W of their stages. This
-        keeps their inputs live: the full gradient of the logits for every deferred microbatch.
+      defer_embed_head: the weight gradients of embedding and head are deferred to W of their
+        stages. This keeps their inputs live: the full gradient of the logits for every deferred
+        microbatch.
       pairs: F and gradient action of a cell, if of different chunks, are traced into one branch, so
         that XLA may overlap collectives of one with compute of the other. False: two consecutive
         branches; DualPipe then compiles in two thirds of the time.
 
     Raises `ScheduleError` for a `transfer_ticks` other than 1 or 2, an `in_flight`, `every` or
     `phases` below 1, an `offset` that is not below `every`, `phases` above 1 with transfers of two
-    ticks, and for `vocab_parallel` together with `defer_ends`.
+    ticks, and for `vocab_parallel` together with `defer_embed_head`.
 
     >>> Lockstep(transfer_ticks=2).in_flight is None
     True
@@ -45,7 +46,7 @@ class Lockstep:
     transfer_ticks: int = 1
     in_flight: int | None = None
     vocab_parallel: bool = False
-    defer_ends: bool = False
+    defer_embed_head: bool = False
     pairs: bool = True
     every: int = 1
     offset: int = 0
@@ -71,10 +72,10 @@ class Lockstep:
                 f"phases={self.phases}, transfer_ticks={self.transfer_ticks}: the first must be at "
                 f"least 1, and more only with transfers of one tick."
             )
-        if self.vocab_parallel and self.defer_ends:
+        if self.vocab_parallel and self.defer_embed_head:
             raise ScheduleError(
-                "vocab_parallel with defer_ends: an embedding and head that all ranks share leave "
-                "nothing to even out by waiting; use one of them."
+                "vocab_parallel with defer_embed_head: an embedding and head that all ranks share "
+                "leave nothing to even out by waiting; use one of them."
             )
 
     def allows(self, action: Action, placement: Placement, tick: int) -> bool:
@@ -98,7 +99,9 @@ class Lockstep:
         forward, gradient, _ = cell
         needs_loss = forward and gradient and gradient[1:] == forward[1:]
         if self.vocab_parallel and needs_loss and forward.stage == placement.stages - 1:
-            raise ScheduleError(f"{cell}: with shared ends the loss comes a tick after its F.")
+            raise ScheduleError(
+                f"{cell}: the loss of a vocabulary shared over pp comes a tick after its F."
+            )
         if self.every == self.phases == 1:
             return tick
         for later in range(tick, tick + self.every * self.phases):

@@ -139,11 +139,11 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     slots = Buffers(*map(max, zip(*used)))
     lanes = assign_lanes(schedule, list(inputs.values()))
     pairs = _list_overlap_pairs(schedule.placement, grid) if lockstep.pairs else ()
-    ends = None
+    vocab_parallel = None
     if lockstep.vocab_parallel:
-        ends = vocab_parallel_columns(schedule, grid, slot_of, dummy=slots.inbox)
+        vocab_parallel = vocab_parallel_columns(schedule, grid, slot_of, dummy=slots.inbox)
     steps = _step_columns(schedule, grid, lockstep) if schedule.updates else None
-    columns = unused_columns((len(grid), schedule.pp), slots, len(lanes), ends, steps)
+    columns = unused_columns((len(grid), schedule.pp), slots, len(lanes), vocab_parallel, steps)
     for tick, row in enumerate(grid):
         columns.phase[tick] = tick % lockstep.phases
         for rank, cell in enumerate(row):

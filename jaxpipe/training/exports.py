@@ -38,7 +38,7 @@ class Exports:
         self._last_step, self._waits = config.train.steps, False
         self._steps: queue.Queue[int | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="exports", daemon=True)
-        self._ends = threading.Event()  # every save is complete, or has failed
+        self._all_saved = threading.Event()  # every save is complete, or has failed
 
     def __enter__(self) -> "Exports":
         if self._every and processes.first():
@@ -55,7 +55,7 @@ class Exports:
     def __exit__(self, kind: Any, *_: object) -> None:
         if not self._thread.is_alive():
             return
-        self._ends.set()
+        self._all_saved.set()
         self._steps.put(None)
         while kind is None and self._waits and self._thread.is_alive():
             position.enter("export")  # the time limit is of an export that writes nothing
@@ -95,7 +95,7 @@ class Exports:
     def _export(self, step: int) -> None:
         """Export one checkpoint, in place of an older export of a step with this number."""
         while not (saved := list_steps(self._checkpoints)) or saved[-1] < step:
-            if self._ends.is_set():
+            if self._all_saved.is_set():
                 return  # it could not be saved, which was said
             time.sleep(_LOOK_SECONDS)
         if step not in saved:

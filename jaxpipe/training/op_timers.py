@@ -57,7 +57,7 @@ def op_seconds(trainer: Trainer, *, layers: int = 1, repeats: int = 5) -> Tree:
         del timer  # frees its arrays on the devices
     seconds: dict[str, Any] = {
         name: median(each[name] for _, rounds in of_kinds for each in rounds)
-        * max(1, trainer.config.parallel.ends_shared_by)
+        * max(1, trainer.config.parallel.vocab_shared_by)
         for name in _OF_ENDS
     }
     seconds["layer"] = {
@@ -155,7 +155,7 @@ def _parts(trainer: Trainer, kind: str, layers: int) -> Tree:
 
 def _loops(
     functions: StageFunctions,
-    shared: Tree,
+    embed_head: Tree,
     layers: tuple[Tree, ...],
     microbatch: Tree,
     policy: Policy,
@@ -165,15 +165,15 @@ def _loops(
 
     Returns functions `(state, fixed) -> state` by op, initial states by op, and `fixed`.
     """
-    x, (kind,) = jax.jit(functions.embed)(shared, microbatch), functions.kinds_by_name.values()
+    x, (kind,) = jax.jit(functions.embed)(embed_head, microbatch), functions.kinds_by_name.values()
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    context = Context(microbatch, index, None, functions.variables, shared)
-    trained = is_trained(param_specs_of(functions.embed_head_specs, shared, of_layer=False))
+    context = Context(microbatch, index, None, functions.variables, embed_head)
+    trained = is_trained(param_specs_of(functions.embed_head_specs, embed_head, of_layer=False))
     kind = TracedKind.trace("layer", kind, layers[0], x, context, policy, trained)
     plan = RingBufferPlan.of(kind.split, kind.state, [_EVERY], pairs=False)
     kind = replace(kind, rings=plan)
     rings = tuple(_filled(plan.empty(slot)) for slot in range(len(layers)))
-    zeros = _zeros(layers), embed_head_of(kind.kind, _zeros(shared))
+    zeros = _zeros(layers), embed_head_of(kind.kind, _zeros(embed_head))
     inputs = jnp.stack([x] * _SLOTS)
 
     def chunk(fixed: Tree) -> Chunk:
@@ -181,8 +181,10 @@ def _loops(
         return Chunk(tuple(LayerRun(kind, own, jnp.full(1, i), None, i) for i, own in every))
 
     def of_microbatch(fixed: Tree, row: TableRow) -> ActionInputs:
-        shared = fixed["embed_head"]
-        return ActionInputs(row, fixed["microbatch"], functions.variables, jnp.float32(1), shared)
+        embed_head = fixed["embed_head"]
+        return ActionInputs(
+            row, fixed["microbatch"], functions.variables, jnp.float32(1), embed_head
+        )
 
     def forward(state: Tree, fixed: Tree, row: TableRow) -> Tree:
         x, rings = state
@@ -209,26 +211,26 @@ def _loops(
 
         return run
 
-    fixed = {"layers": layers, "embed_head": shared, "microbatch": microbatch, "inputs": inputs}
+    fixed = {"layers": layers, "embed_head": embed_head, "microbatch": microbatch, "inputs": inputs}
     states = {
         "F": (forward, (x, rings)),
         "B": (gradient(Op.B), (x, rings, zeros)),
         "W": (gradient(Op.W), (x, rings, zeros)),
         "BW": (gradient(Op.BW), (x, rings, zeros)),
     }
-    states |= _ends(functions, shared, x, microbatch)
+    states |= _embed_head_ops(functions, embed_head, x, microbatch)
     runs = {name: _repeated(run, iterations) for name, (run, _) in states.items()}
     return runs, {name: state for name, (_, state) in states.items()}, fixed
 
 
-def _ends(
-    functions: StageFunctions, shared: Tree, x: jax.Array, microbatch: Tree
+def _embed_head_ops(
+    functions: StageFunctions, embed_head: Tree, x: jax.Array, microbatch: Tree
 ) -> dict[str, tuple[Callable[..., Tree], Tree]]:
     """For each op of embedding and head, `(state, fixed, row) -> state` and its initial state."""
-    trained = is_trained(param_specs_of(functions.embed_head_specs, shared, of_layer=False))
-    embed = EmbedHeadFunction.trace(functions.embed, trained, shared, microbatch)
-    head = EmbedHeadFunction.trace(functions.head, trained, shared, x, microbatch)
-    head_split = head.split(shared, x, microbatch)
+    trained = is_trained(param_specs_of(functions.embed_head_specs, embed_head, of_layer=False))
+    embed = EmbedHeadFunction.trace(functions.embed, trained, embed_head, microbatch)
+    head = EmbedHeadFunction.trace(functions.head, trained, embed_head, x, microbatch)
+    head_split = head.split(embed_head, x, microbatch)
 
     def leave(state: Tree, fixed: Tree, row: TableRow) -> Tree:
         y = buffers.read(fixed["inputs"], row.for_b_read)
@@ -248,9 +250,9 @@ def _ends(
         return add_gradients(state, embed.gradients(fixed["embed_head"], fixed["microbatch"], dx))
 
     return {
-        "head": (leave, (jnp.float32(0), x, _zeros(shared))),
+        "head": (leave, (jnp.float32(0), x, _zeros(embed_head))),
         "embed": (enter, x),
-        "embed_gradient": (enter_gradient, _zeros(shared)),
+        "embed_gradient": (enter_gradient, _zeros(embed_head)),
     }
 
 

@@ -79,7 +79,7 @@ def build_stage_module(
         for i in range(start, end)
     }
     first, last = start == 0, end == config.n_layers
-    return Stage(layers, *_ends(model, key, first=first, last=last))
+    return Stage(layers, *_embed_head_of(model, key, first=first, last=last))
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ class _Layer:
         return self.model.layer(params, x, Context({}, jnp.int32(0)), self.kind).y
 
 
-def _ends(
+def _embed_head_of(
     model: CausalDecoder, key: jax.Array, *, first: bool, last: bool
 ) -> tuple[FunctionModule | None, FunctionModule | None]:
     """The embedding and the head, where the stage is the first or the last."""
-    shared, tokens = model.init_embed_head(key), jnp.zeros((1, 1), jnp.int32)
+    embed_head, tokens = model.init_embed_head(key), jnp.zeros((1, 1), jnp.int32)
     graph = nnx.graphdef(model.new_embed_head(EmbedHeadParts(ONE_DEVICE), init_from(key)))
 
     def embed(params: Tree, tokens: jax.Array) -> jax.Array:
@@ -107,20 +107,20 @@ def _ends(
         normed, matrix = nnx.merge(graph, params).leave(x)
         return normed @ matrix
 
-    x = jax.eval_shape(embed, shared, tokens)
+    x = jax.eval_shape(embed, embed_head, tokens)
     return (
-        _with_own_params(embed, shared, tokens) if first else None,
-        _with_own_params(head, shared, x) if last else None,
+        _with_own_params(embed, embed_head, tokens) if first else None,
+        _with_own_params(head, embed_head, x) if last else None,
     )
 
 
 def _with_own_params(
-    function: Callable[[Tree, jax.Array], jax.Array], shared: Tree, x: Any
+    function: Callable[[Tree, jax.Array], jax.Array], embed_head: Tree, x: Any
 ) -> FunctionModule:
     """The function as a module of the parameters that it reads."""
-    trained = jax.tree.map(lambda _: True, shared)
-    used = flatten_dict(EmbedHeadFunction.trace(function, trained, shared, x).used)
-    flat = flatten_dict(shared)
+    trained = jax.tree.map(lambda _: True, embed_head)
+    used = flatten_dict(EmbedHeadFunction.trace(function, trained, embed_head, x).used)
+    flat = flatten_dict(embed_head)
     own = {name: leaf for name, leaf in flat.items() if used[name]}
     unread = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

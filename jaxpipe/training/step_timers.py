@@ -92,10 +92,10 @@ class UpdateTimer:
                 jax.tree.map(lambda leaf: leaf[None], trainer.model.init_layer(key, index, kind))
                 for index, kind in enumerate(kinds)
             ]
-            ends = jax.tree.map(
+            embed_head = jax.tree.map(
                 lambda leaf: leaf[: len(leaf) // ranks], trainer.model.init_embed_head(key)
             )
-            return trainer.unplaced({"embed_head": ends, "layers": tuple(own_layers)})
+            return trainer.unplaced({"embed_head": embed_head, "layers": tuple(own_layers)})
 
         aux = _zero_aux(trainer)
 

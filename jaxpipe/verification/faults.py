@@ -172,8 +172,8 @@ FAULTS = (
     Fault("a replica's gradients are not reduced", _parallel(dp=1), functions=wrong.drop_replica),
     Fault(
         "gradients of embedding and head are not reduced over pp",
-        _all_of(_trains_model, wrong.has_ends_over_pp),
-        functions=wrong.keep_ends_partial,
+        _all_of(_trains_model, wrong.has_embed_head_over_pp),
+        functions=wrong.keep_embed_head_partial,
     ),
     Fault(
         "a norm's gradient is not reduced over tp",

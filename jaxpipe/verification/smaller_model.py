@@ -85,8 +85,8 @@ def _head_counts(
 
 def _vocabulary(size: int, before: ParallelConfig, after: ParallelConfig) -> int:
     """Number of tokens, which the devices divide where those of the run divide the run's."""
-    shards = after.tp * max(after.ends_shared_by, 1)
-    uneven = size % (before.tp * max(before.ends_shared_by, 1)) > 0
+    shards = after.tp * max(after.vocab_shared_by, 1)
+    uneven = size % (before.tp * max(before.vocab_shared_by, 1)) > 0
     return -(-40 // shards) * shards + uneven
 
 

@@ -72,13 +72,13 @@ def forget_slices(functions: StageFunctions, config: Config) -> StageFunctions:
     return _with_inputs(functions, change)
 
 
-def has_ends_over_pp(trainer: Any) -> bool:
+def has_embed_head_over_pp(trainer: Any) -> bool:
     """Whether stages add their own gradients of embedding and head."""
     specs = jax.tree.leaves(trainer.model.functions.embed_head_specs)
     return trainer.config.parallel.pp > 1 and any(PP in spec.partial_grad_axes for spec in specs)
 
 
-def keep_ends_partial(functions: StageFunctions, config: Config) -> StageFunctions:
+def keep_embed_head_partial(functions: StageFunctions, config: Config) -> StageFunctions:
     """Gradients of embedding and head are not summed over pp."""
     return replace(functions, embed_head_specs=_without(PP, functions.embed_head_specs))
 

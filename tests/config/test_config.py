@@ -38,6 +38,8 @@ def test_a_saved_configuration_may_have_older_names(path):
     config = load(path, ["parallel.cp=2"])
     saved = msgspec.to_builtins(config)
     saved["parallel"]["sdp"] = saved["parallel"].pop("cp")
+    saved["parallel"]["defer_ends"] = saved["parallel"].pop("defer_embed_head")
+    saved["optimizer"]["decay_of_ends"] = saved["optimizer"].pop("decay_of_embed_head")
     assert from_builtins(saved) == config
 
 

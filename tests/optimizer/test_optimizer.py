@@ -86,7 +86,7 @@ def _build(name, lr):
 
 def test_groups():
     assert groups(PARAMS, STORED) == {
-        "embed_head": {"embed": "end", "norm": "vector"},
+        "embed_head": {"embed": "embed_head", "norm": "vector"},
         "layers": ({"w": "matrix", "gain": "vector"},),
     }
 
@@ -105,13 +105,13 @@ def test_vectors_of_experts_are_no_matrices(model):
 def test_every_group_decays_at_its_own_rate(name):
     """With zero gradients an update is decay alone."""
     config = OptimizerConfig(
-        name=name, lr=0.1, decay="constant", weight_decay=0.5, decay_of_ends=0.2,
+        name=name, lr=0.1, decay="constant", weight_decay=0.5, decay_of_embed_head=0.2,
         decay_of_vectors=0.4,
     )  # fmt: skip
     optimizer = build(config, 10, STORED)
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
     updates, _ = optimizer.update(zeros, optimizer.init(PARAMS), PARAMS)
-    rates = {"matrix": 0.05, "end": 0.01, "vector": 0.02}
+    rates = {"matrix": 0.05, "embed_head": 0.01, "vector": 0.02}
     rounding = 1e-7 if name == "schedule_free" else 0  # its updates are differences of parameters
     jax.tree.map(
         lambda update, leaf, group: np.testing.assert_allclose(

@@ -137,8 +137,8 @@ def test_every_layers_output_and_the_gradient_at_it(schedule, sequence):
             assert_same(found["tables"], layer["tables"])
 
 
-@pytest.mark.slow(only=["own ends", "shared ends"])
-@pytest.mark.parametrize("lockstep", [PLAIN, SHARED], ids=["own ends", "shared ends"])
+@pytest.mark.slow(only=["own vocabulary", "shared vocabulary"])
+@pytest.mark.parametrize("lockstep", [PLAIN, SHARED], ids=["own vocabulary", "shared vocabulary"])
 def test_what_the_model_gives_back_of_every_microbatch(lockstep):
     """The residual stream after the last layer, all-gathered over tp."""
     devices = TensorParallel(2, sequence=True)

@@ -127,7 +127,7 @@ def test_rematerialisation_changes_nothing(name, remat):
 @pytest.mark.parametrize("name", ["1f1b", "zb_h2", "zbv", "dualpipe"])
 def test_deferring_the_ends_changes_nothing(name):
     schedule = schedule_of(name, 4)
-    check(schedule, uneven(schedule.stages), lockstep=Lockstep(defer_ends=True))
+    check(schedule, uneven(schedule.stages), lockstep=Lockstep(defer_embed_head=True))
 
 
 def test_three_ranks():

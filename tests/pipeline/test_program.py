@@ -106,11 +106,12 @@ def test_size_does_not_grow_with_microbatches():
 )
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize(
-    ("remat", "extra", "defer_ends"), [("none", 0, False), ("none", 0, True), ("full", 1, False)]
+    ("remat", "extra", "defer_embed_head"),
+    [("none", 0, False), ("none", 0, True), ("full", 1, False)],
 )
-def test_no_wasted_flops(name, remat, extra, defer_ends):
+def test_no_wasted_flops(name, remat, extra, defer_embed_head):
     pp, microbatches = 4, 8
-    lockstep = Lockstep(defer_ends=defer_ends)
+    lockstep = Lockstep(defer_embed_head=defer_embed_head)
     trace, schedule = traced(name, pp, microbatches, lockstep=lockstep, remat=remat)
     tables = lower(schedule, lockstep)
     shared, layers = toy_params(0, schedule.stages * LAYERS_EACH)

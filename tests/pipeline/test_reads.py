@@ -102,7 +102,7 @@ def test_under_every_schedule(name):
 @pytest.mark.parametrize("functions", [toy(), tied()], ids=["apart", "tied"])
 def test_on_four_ranks_however_they_are_stored(functions, stage, reshard):
     how = {"zero_stage": stage, "reshard_after_forward": reshard}
-    lockstep = Lockstep(defer_ends=True)
+    lockstep = Lockstep(defer_embed_head=True)
     check_toy(functions, build("zb_h1", pp=4, microbatches=5), **how, lockstep=lockstep)
 
 

@@ -71,14 +71,14 @@ def test_slices_of_layers_that_every_action_gathers(schedule):
     check("grouped", schedule, 2, 2, 2, slices=2, sequence=True, **how)
 
 
-@pytest.mark.slow(unless=["zb_h1-*defer_ends=True*", "interleaved_1f1b-*in_flight=20*"])
+@pytest.mark.slow(unless=["zb_h1-*defer_embed_head=True*", "interleaved_1f1b-*in_flight=20*"])
 @pytest.mark.parametrize(
     ("schedule", "how"),
     [
         ("zb_h1", {"remat": "full"}),
         ("interleaved_1f1b", {"remat": "selective"}),
         ("interleaved_1f1b", {"loss_chunks": 2}),
-        ("zb_h1", {"lockstep": Lockstep(defer_ends=True)}),
+        ("zb_h1", {"lockstep": Lockstep(defer_embed_head=True)}),
         ("interleaved_1f1b", {"lockstep": Lockstep(vocab_parallel=True)}),
         ("zb_h1", {"lockstep": Lockstep(vocab_parallel=True)}),
         ("interleaved_1f1b", {"lockstep": Lockstep(transfer_ticks=2)}),

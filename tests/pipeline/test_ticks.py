@@ -23,7 +23,7 @@ SHARED = Lockstep(transfer_ticks=2, vocab_parallel=True)
         ("1f1b", (1, 4, 1), {"zero_stage": 1}),
         ("1f1b", (2, 2, 2), {"zero_stage": 2, "lockstep": SHARED}),
         ("interleaved_1f1b", (2, 4, 1), {"zero_stage": 2, "replicate": 2}),
-        ("zb_h1", (4, 2, 1), {"zero_stage": 0, "lockstep": Lockstep(defer_ends=True)}),
+        ("zb_h1", (4, 2, 1), {"zero_stage": 0, "lockstep": Lockstep(defer_embed_head=True)}),
     ],
     ids=str,
 )

@@ -39,7 +39,7 @@ OWN = {
     "zb_auto 3.0": ["parallel.schedule=zb_auto", "parallel.memory_limit=3"],
     "zbv": ["parallel.schedule=zbv", "parallel.objective=scan"],
     "dualpipe": ["parallel.schedule=dualpipe", "parallel.layer_split=[3,5]"],
-    "zb_h1": ["parallel.schedule=zb_h1", "parallel.defer_ends=true"],
+    "zb_h1": ["parallel.schedule=zb_h1", "parallel.defer_embed_head=true"],
 }
 
 

@@ -123,7 +123,7 @@ def test_deferred_ends_are_kept_too():
         "parallel.memory_limit=9",
     )
     units = []
-    for more in ((), ("parallel.defer_ends=true",)):
+    for more in ((), ("parallel.defer_embed_head=true",)):
         config = configs.load(SMALL, [*sizes, *more])
         room = activation_limit_of(config, arrange(config).layout, None)
         units.append(room.unit)

@@ -188,7 +188,7 @@ def test_bytes_of_moments(optimizer):
 def test_deferred_ends_take_what_the_head_leaves():
     sizes = ("parallel.pp=2", "parallel.dp=1", "train.grad_accum_steps=8", "model.n_layers=8")
     config, _, at_once = estimates_of(*sizes)
-    _, _, deferred = estimates_of(*sizes, "parallel.defer_ends=true")
+    _, _, deferred = estimates_of(*sizes, "parallel.defer_embed_head=true")
     trainer = Trainer.resolve(config, tuple(jax.devices()[:2]))
     decoder, shared = trainer.model, trainer.state_shapes.params["embed_head"]
     ids = jax.ShapeDtypeStruct((config.train.microbatch_size, config.train.seq_len), "int32")
@@ -199,7 +199,7 @@ def test_deferred_ends_take_what_the_head_leaves():
     head = head.split(shared, x, microbatch)
     kept = jax.tree.leaves((head.residuals.for_w, head.stash))
     for label in ("zb_h1", "1f1b", "zbv"):
-        slots = lower(at_once[label].plan.schedule, Lockstep(defer_ends=True)).slots
+        slots = lower(at_once[label].plan.schedule, Lockstep(defer_embed_head=True)).slots
         waits = slots.head * sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
         waits += (slots.embed + 1) * x.size * x.dtype.itemsize
         more = deferred[label].bytes.activations - at_once[label].bytes.activations

@@ -190,7 +190,7 @@ def test_load_rejects(overrides, message):
         ),
         (["parallel.sequence_parallel=true"], "cuts the sequence over parallel.tp, which is 1"),
         (["parallel.pp=1", "parallel.vocab_parallel_pp=true"], "over parallel.pp, which is 1"),
-        (["parallel.vocab_parallel_pp=true", "parallel.defer_ends=true"], "use one of them"),
+        (["parallel.vocab_parallel_pp=true", "parallel.defer_embed_head=true"], "use one of them"),
         (["parallel.tp=2"], "must divide the 1 devices of a host"),
         (
             ["parallel.output_weight=2"],
@@ -242,7 +242,7 @@ def test_load_rejects(overrides, message):
             "optimizer.beta1=0.0: set decay=constant, and a beta1 above 0",
         ),
         (["train.loss_chunks=5"], "train.seq_len=32 must be a multiple of train.loss_chunks=5"),
-        (["train.loss_chunks=2", "parallel.defer_ends=true"], "use one of them"),
+        (["train.loss_chunks=2", "parallel.defer_embed_head=true"], "use one of them"),
         (["model.n_kv_heads=3"], "model.n_heads=4 must be a multiple of model.n_kv_heads=3"),
         (["model.d_model=66"], "model.d_model=66 must be a multiple of model.n_heads=4"),
         (["model.head_dim=7"], "the width of a head is 7"),
@@ -341,7 +341,7 @@ def test_steps_in_one_program_exclude_a_layer_that_predicts_further_tokens():
         check_fused(config)
 
 
-def test_ends_are_not_shared_by_steps_in_one_program():
+def test_a_vocabulary_is_not_shared_by_steps_in_one_program():
     """With "auto". The head of a GPT-2 is always its embedding."""
     config = load(BASE, ["train.fused_steps=4"])
     assert arrange(config, Devices()).config.parallel.vocab_parallel_pp is False

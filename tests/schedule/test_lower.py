@@ -51,7 +51,7 @@ def writable(tables):
     microbatches=st.integers(1, 20),
     chunks=st.integers(1, 3),
     transfer_ticks=st.sampled_from([1, 2]),
-    ends=st.sampled_from([{}, {"defer_ends": True}, {"vocab_parallel": True}]),
+    ends=st.sampled_from([{}, {"defer_embed_head": True}, {"vocab_parallel": True}]),
     pairs=st.booleans(),
     every=st.sampled_from([1, 1, 2, 3]),
 )
@@ -69,7 +69,7 @@ def test_tables_bring_every_value_where_it_is_read(
 @given(
     pp=st.integers(2, 8),
     microbatches=st.integers(1, 20),
-    ends=st.sampled_from([{}, {"defer_ends": True}, {"vocab_parallel": True}]),
+    ends=st.sampled_from([{}, {"defer_embed_head": True}, {"vocab_parallel": True}]),
     phases=st.integers(2, 3),
 )
 @settings(max_examples=20, deadline=None)
@@ -279,7 +279,10 @@ def test_a_permute_joins_only_ranks_that_some_tick_sends_to(name, pp, up):
             {"phases": 2, "transfer_ticks": 2},
             "phases=2, transfer_ticks=2: .* more only with",
         ),
-        ({"vocab_parallel": True, "defer_ends": True}, "nothing to even out .* use one of them"),
+        (
+            {"vocab_parallel": True, "defer_embed_head": True},
+            "nothing to even out .* use one of them",
+        ),
     ],
 )
 def test_knobs_that_cannot_be(options, message):

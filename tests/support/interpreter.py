@@ -25,21 +25,23 @@ class Rank:
         )
         return stage
 
-    def shared_ends(self, ends):
+    def share_vocabulary(self, columns):
         """Run embedding and head that all ranks share, at the start of a tick."""
-        for rank, which in zip(self.tables.last_ranks, ends.head):
+        for rank, which in zip(self.tables.last_ranks, columns.head):
             if which and self.rank == rank:
                 m = which - 1
                 assert self.y == ("y", self.schedule.stages - 1, m)
-                self.inbox[ends.dy_write] = ("dx", self.schedule.stages, m)
+                self.inbox[columns.dy_write] = ("dx", self.schedule.stages, m)
                 self.ends.append(("head", m))
-        for rank, which, returned in zip(self.tables.first_ranks, ends.embed, ends.embed_gradient):
+        for rank, which, returned in zip(
+            self.tables.first_ranks, columns.embed, columns.embed_gradient
+        ):
             if returned and self.rank == rank:
                 m = returned - 1
                 assert self.dx == ("dx", 0, m)
                 self.ends.append(("embed", m))
             if which and self.rank == rank:
-                self.inbox[ends.embed_write] = ("y", -1, which - 1)
+                self.inbox[columns.embed_write] = ("y", -1, which - 1)
 
     def keep(self, row, arrived):
         for index, message in enumerate(arrived):
@@ -159,7 +161,7 @@ def interpret(schedule, tables):
         if tables.lockstep.vocab_parallel:
             assert len({row.vocab_parallel[:3] for row in now}) == 1  # all ranks do the same
             for rank, row in zip(ranks, now):
-                rank.shared_ends(row.vocab_parallel)
+                rank.share_vocabulary(row.vocab_parallel)
         sent = [
             [rank.sends(row, i) for i in range(len(tables.lanes))] for rank, row in zip(ranks, now)
         ]

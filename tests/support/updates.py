@@ -12,17 +12,17 @@ STEPS = 3
 # as those of GPT-2's key biases, from deciding the sign of an update.
 SETTINGS = {
     "lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "muon_momentum": 0.95, "clip_norm": 0.5,
-    "weight_decay": 0.1, "decay_of_ends": 0.5, "decay_of_vectors": 0.25,
+    "weight_decay": 0.1, "decay_of_embed_head": 0.5, "decay_of_vectors": 0.25,
 }  # fmt: skip
-_ENDS = re.compile(r"embed_tokens|lm_head|wte|wpe")
+_EMBED_HEAD = re.compile(r"embed_tokens|lm_head|wte|wpe")
 _FUSED = "c_attn.weight"  # GPT-2's queries, keys and values, three matrices side by side
 
 
 def group(name, array):
-    """Return a parameter's group for weight decay and Muon: "end", "vector" or "matrix"."""
+    """Return a parameter's group for weight decay and Muon: "embed_head", "vector" or "matrix"."""
     if array.ndim == 1:
         return "vector"
-    return "end" if _ENDS.search(name) else "matrix"
+    return "embed_head" if _EMBED_HEAD.search(name) else "matrix"
 
 
 def clipped(gradients):
@@ -34,7 +34,9 @@ def clipped(gradients):
 
 def decayed(name, array):
     """Return decoupled weight decay (Loshchilov and Hutter 2019), before the learning rate."""
-    factor = {"matrix": 1.0, "end": SETTINGS["decay_of_ends"], "vector": None}[group(name, array)]
+    factor = {"matrix": 1.0, "embed_head": SETTINGS["decay_of_embed_head"], "vector": None}[
+        group(name, array)
+    ]
     factor = SETTINGS["decay_of_vectors"] if factor is None else factor
     return SETTINGS["weight_decay"] * factor * array
 

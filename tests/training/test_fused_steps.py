@@ -113,7 +113,7 @@ class Overlapping(FusedSteps):
         ([*TWO, "parallel.schedule=zb_h2"], True),
         ([*TWO, "parallel.schedule=zb_h1"], False),
         ([*TWO, *TWICE], False),
-        ([*TWO, "parallel.schedule=zbv", "parallel.defer_ends=true"], True),
+        ([*TWO, "parallel.schedule=zbv", "parallel.defer_embed_head=true"], True),
         ([*TWO, "parallel.schedule=interleaved_1f1b", "parallel.transfer_ticks=2"], True),
         ([*TWO, "parallel.schedule=dualpipev"], False),
         (["parallel.pp=4", "parallel.dp=1", "parallel.in_flight=7"], True),
@@ -134,7 +134,7 @@ def test_steps_that_overlap_are_steps_in_turn(overrides, poison):
 
 
 @pytest.mark.slow
-def test_ends_in_parts_of_many_replicas_may_be_summed_otherwise():
+def test_embed_head_in_shards_of_many_replicas_may_be_summed_otherwise():
     """They are sharded otherwise during fused steps, which may reorder a sum of four replicas."""
     trainer = trainer_of(CLIPS_NONE, "parallel.pp=2", "parallel.dp=4", "parallel.zero_stage=2")
     (got, _), (want, _) = at_once(Overlapping(trainer), BATCHES), one_by_one(trainer, BATCHES)

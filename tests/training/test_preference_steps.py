@@ -37,7 +37,7 @@ path = "pairs"
 """
 NAMES = [name for name in schedules.NAMES if name != "custom"]
 WITH = {  # settings besides the schedule
-    "zb_h1": ("parallel.defer_ends=true", "parallel.tp=2", "parallel.sequence_parallel=true"),
+    "zb_h1": ("parallel.defer_embed_head=true", "parallel.tp=2", "parallel.sequence_parallel=true"),
     "dualpipev": ("parallel.dp=2", "train.loss_chunks=2", "parallel.vocab_parallel_pp=true"),
     "gpipe": ("lora.rank=2", "train.variable_length=true", "train.length_bucket=2",
               "train.pad_to_multiple_of=1"),

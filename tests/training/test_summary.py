@@ -27,7 +27,7 @@ def printed(trainer):
 def test_deferred_ends_are_counted():
     config = configs.load(
         SMALL, ["parallel.pp=2", "parallel.dp=1", "parallel.schedule=zb_h1",
-                "parallel.defer_ends=true", "train.grad_accum_steps=8"],
+                "parallel.defer_embed_head=true", "train.grad_accum_steps=8"],
     )  # fmt: skip
     trainer = Trainer.resolve(config, tuple(jax.devices()[:2]))
 
@@ -35,8 +35,8 @@ def test_deferred_ends_are_counted():
         planned = rank_bytes(config, trainer.layout, lower(trainer.schedule, lockstep))
         return readable_bytes(planned.activations)
 
-    assert activations(Lockstep(defer_ends=True)) != activations(Lockstep())
-    assert activations(Lockstep(defer_ends=True)) in printed(trainer)
+    assert activations(Lockstep(defer_embed_head=True)) != activations(Lockstep())
+    assert activations(Lockstep(defer_embed_head=True)) in printed(trainer)
 
 
 def test_what_waits_on_the_host_is_shown():
@@ -65,7 +65,7 @@ def test_it_says_whose_the_ends_are(given, said):
     [
         (),
         ("parallel.in_flight=3",),
-        ("parallel.transfer_ticks=2", "parallel.defer_ends=true"),
+        ("parallel.transfer_ticks=2", "parallel.defer_embed_head=true"),
         ("parallel.schedule=dualpipe", "train.grad_accum_steps=8"),
     ],
 )

@@ -53,7 +53,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "dp_replicate": [1, 1, 1, 2], "sequence_parallel": [False, False, False, True],
         "slices": [1, 1, 1, 2], "vocab_parallel_pp": [False, False, True],
         "schedule": [name for name in NAMES if name != "custom"],
-        "layer_split": ["even", "balanced"], "defer_ends": [False, False, True],
+        "layer_split": ["even", "balanced"], "defer_embed_head": [False, False, True],
         "transfer_ticks": [0, 1, 2], "in_flight": [0, 0, 0, 7], "unroll_layers": [0, 0, 1],
         "reshard_after_forward": ["auto", "auto", "auto", True, False],
     },

@@ -55,7 +55,7 @@ def test_who_asks_is_told_alike():
     assert shares(config) is True
     assert arrange(config).lockstep.vocab_parallel
     trainer = Trainer.resolve(config, gpus)
-    assert trainer.config.parallel.ends_shared_by == 2
+    assert trainer.config.parallel.vocab_shared_by == 2
     assert trainer.model.functions.embed_head_specs["embed"].sharded_axes >= {"pp"}
     for given in (True, False):
         parallel = replace(config.parallel, vocab_parallel_pp=given)
@@ -96,7 +96,7 @@ def test_a_vocabulary_that_is_small_is_not_shared():
     "how",
     [
         ["parallel.pp=1"],
-        ["parallel.defer_ends=true"],
+        ["parallel.defer_embed_head=true"],
         ["runtime.cpu_devices=2"],
         ["parallel.schedule=dualpipe", "train.grad_accum_steps=3"],  # this schedule does not exist
         ["parallel.schedule=zb_h1", "parallel.memory_limit=0.5"],

@@ -44,7 +44,7 @@ def test_all_ranks_share_the_vocabulary(schedule, mesh):
     ("schedule", "mesh", "how"),
     [
         ("1f1b", (2, 2, 2), {"sequence": True, "loss_chunks": 2}),
-        ("zb_h1", (2, 1, 4), {"lockstep": Lockstep(defer_ends=True)}),
+        ("zb_h1", (2, 1, 4), {"lockstep": Lockstep(defer_embed_head=True)}),
         ("dualpipe", (2, 2, 2), {"lockstep": SHARED, "loss_chunks": 4}),
         ("interleaved_1f1b", (2, 2, 1), {"slices": 2}),
     ],
