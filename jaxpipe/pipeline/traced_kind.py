@@ -53,16 +53,18 @@ class TracedKind:
         if kind.state is not None:
             state = jax.eval_shape(kind.state, x, context.rows)
         context = context._replace(state=state, embed_head=embed_head_of(kind, context.embed_head))
-        output = jax.eval_shape(kind.layer, params, x, context)
-        _check_alike(name, "y", output.y, "x", x)
-        _check_alike(name, "the state that it returns", output.state, "the one it is given", state)
         split = None
-        if policy is not None:
+        if policy is None:
+            output = jax.eval_shape(kind.layer, params, x, context)
+        else:
             own = is_trained(param_specs_of(kind.param_specs, params, of_layer=True))
             flags = Weights(own, embed_head_of(kind, trained))
             split = split_layer(
                 kind.layer, params, x, context, policy, kind.keep, kind.statistics, flags
             )
+            output = split.output
+        _check_alike(name, "y", output.y, "x", x)
+        _check_alike(name, "the state that it returns", output.state, "the one it is given", state)
         return cls(kind, output, state, split)
 
     def with_rings(self, tables: Tables, layers: int = 1, *, on_host: bool = False) -> "TracedKind":
