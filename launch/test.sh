@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Lint and test. ./launch/test.sh: all tests that are marked neither extended nor slow; --all: all
-# tests; --oldest: tests marked versions, with the oldest Python and packages that pyproject.toml
-# allows; --newest: the same with the newest there are, of jax also pre-releases; or a part:
-# ./launch/test.sh tests/schedule -k 1f1b. --cov=jaxpipe reports the lines that tests run.
+# Lint and test. ./launch/test.sh: all tests that are marked neither extended nor slow; --extended:
+# those marked extended; --all: all tests; --oldest: tests marked versions, with the oldest Python
+# and packages that pyproject.toml allows; --newest: the same with the newest there are, of jax also
+# pre-releases; or a part: ./launch/test.sh tests/schedule -k 1f1b. --cov=jaxpipe reports the lines
+# that tests run.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if [ "${1:-}" = --oldest ] || [ "${1:-}" = --newest ]; then
@@ -30,6 +31,7 @@ unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile all sou
 
 case "${1:-}" in
 '') set -- -m 'not extended and not slow' ;;
+--extended) set -- -m 'extended and not slow' ;;
 --all) shift ;;
 *) part=yes ;;
 esac
