@@ -269,9 +269,7 @@ class OptimizerConfig(Section, kw_only=True):
     muon_momentum: DecayRate = 0.95  # decay rate of Muon's momentum
     muon_lr: Annotated[float, Meta(ge=0)] = 0.0  # peak learning rate of Muon's matrices; 0: lr
     weight_decay: Annotated[float, Meta(ge=0)] = 0.1  # weight decay of the layers' matrices
-    decay_of_embed_head: Annotated[float, Meta(ge=0)] = (
-        1.0  # embedding, head: factor of weight_decay
-    )
+    decay_of_embed_head: Annotated[float, Meta(ge=0)] = 1.0  # factor of weight_decay
     decay_of_vectors: Annotated[float, Meta(ge=0)] = 0.0  # norm gains: factor of weight_decay
     clip_norm: Annotated[float, Meta(ge=0)] = 1.0  # limit on the global gradient norm; 0: off
     # learning rate after warm-up. wsd: constant, then linear; wsd_sqrt: constant, then as 1 - sqrt;
