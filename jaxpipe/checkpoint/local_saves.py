@@ -26,7 +26,7 @@ from jaxpipe.checkpoint.integrity import DamagedError, succeed_on_all_processes
 from jaxpipe.checkpoint.keying import StateKeying
 from jaxpipe.checkpoint.pieces import (
     Piece,
-    Shard,
+    SavedShard,
     assemble,
     check_piece,
     copy_shards,
@@ -159,7 +159,7 @@ class LocalSaves:
             return state, meta
         return None
 
-    def _write(self, save: Save, shards: list[Shard], values: list[Any], meta: Meta) -> None:
+    def _write(self, save: Save, shards: list[SavedShard], values: list[Any], meta: Meta) -> None:
         path = self._root / str(self._index) / save.name / str(self._index)
         write_piece(path, shards, values, meta)
         values.clear()
