@@ -79,9 +79,8 @@ def stage_memory(config: Config, layout: "StageLayout") -> MemoryCosts:
     here = [kind for ring, kind in enumerate(kinds) if ring not in away]
     for_b, for_w = (sum(getattr(kind, name) for kind in here) for name in ("for_b", "for_w"))
     stash, state = (sum(getattr(kind, name) for kind in kinds) for name in ("stash", "state"))
-    if (
-        config.parallel.defer_embed_head
-    ):  # the logits' gradient, and the head's input or stage 0's dx
+    # the logits' gradient, and the head's input or stage 0's dx
+    if config.parallel.defer_embed_head:
         for_w += logits_of(config) * ITEMSIZE[config.train.compute_dtype] + costs.message
     return MemoryCosts(F=for_b + for_w, B=stash - for_b, W=-for_w - stash, state=state)
 
