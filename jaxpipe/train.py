@@ -182,7 +182,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     from jaxpipe.runtime.directory import WriteGuard, check_shared, locked
     from jaxpipe.runtime.spool import Spool, local_folder
     from jaxpipe.runtime.watchdog import Watchdog, place_of
-    from jaxpipe.training.agreement import programs_of, results_of
+    from jaxpipe.training.agreement import inputs_of_programs, programs_of, results_of
     from jaxpipe.training.exports import Exports
     from jaxpipe.training.history import note_start
     from jaxpipe.training.loggers import open_loggers
@@ -226,7 +226,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             plan, message = measure(plan)
             messages.append(message)
         position.enter("open")
-        trainer, config = Trainer(plan, devices), plan.config
+        trainer, config = Trainer(plan, devices, inputs_of_programs(plan)), plan.config
         watchdog.place = place_of(trainer.mesh)
         data = _data(config, directory)
         processes.check_alike("results", lambda: results_of(plan, data))

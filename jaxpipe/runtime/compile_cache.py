@@ -10,11 +10,14 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxpipe.config import ConfigError
+
+if TYPE_CHECKING:
+    from jaxpipe.runtime.program_store import StoredProgram
 
 _VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 _DAYS = 30  # after which an entry of the default directory is removed
@@ -58,6 +61,7 @@ def compile_timed(
     *args: Any,
     enter: Callable[[str], None] = lambda phase: None,
     saved: Callable[[jax.stages.Lowered], tuple[Any, str]] = lambda lowered: (None, ""),
+    stored: "StoredProgram | None" = None,
 ) -> tuple[Any, str]:
     """Compile a jitted function for these arguments.
 
@@ -67,20 +71,27 @@ def compile_timed(
       enter: is told the phases "trace" and "compile" (`position.enter`).
       saved: returns the compiled program of a file, or None and a reason that the log gives, if any
         (`saved_programs.load_program`).
+      stored: where the program is kept, to be found without a trace (`ProgramStore.find`).
 
     Returns:
       the compiled program, and how long it took, for the log.
     """
     _count_hits()
-    enter("trace")
     start, thread = time.perf_counter(), threading.get_ident()
+    enter("compile")
+    if stored and (compiled := stored.load()):
+        return compiled, f"loaded in {time.perf_counter() - start:.1f} s, without a trace"
+    enter("trace")
     lowered = program.lower(*args)
     traced, hits = time.perf_counter(), _hits[thread]
     enter("compile")
     found, reason = saved(lowered)
     compiled = found or lowered.compile()
     ended = time.perf_counter()
-    how = "loaded from the compile cache" if _hits[thread] > hits else "compiled"
+    from_cache = _hits[thread] > hits
+    if stored and not found:
+        stored.save(compiled, from_cache)
+    how = "loaded from the compile cache" if from_cache else "compiled"
     if found:
         how = "loaded from runtime.programs"
     words = f"traced in {traced - start:.1f} s, {how} in {ended - traced:.1f} s"
@@ -104,10 +115,11 @@ def _default_directory() -> Path:
     Host code compiled for one processor may crash on another that shares the user's home.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "jaxpipe" / f"programs-{_processor()}"
+    return Path(cache) / "jaxpipe" / f"programs-{processor()}"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """A digest of the kind of this machine's processor."""
     text = platform.machine()
     path = Path("/proc/cpuinfo")
     if path.exists():

@@ -2,15 +2,17 @@
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
 import jax
-import msgspec
+from msgspec import structs, to_builtins
 
 import jaxpipe
-from jaxpipe.config import Config
+from jaxpipe.config import Config, RunConfig
+from jaxpipe.config.functions import is_custom
 from jaxpipe.data.sources import RunData
 from jaxpipe.planning import RunPlan
 
@@ -31,7 +33,7 @@ def programs_of(config: Config) -> dict[str, str]:
     """
     kinds = {device.device_kind for device in jax.local_devices()}
     flags = os.environ.get("XLA_FLAGS", "").split()
-    settings = msgspec.to_builtins(config)
+    settings = to_builtins(config)
     return {
         **{f"the version of {name}": version(name) for name in _PACKAGES},
         **{name.upper(): str(jax.config.values.get(name)) for name in _JAX_SETTINGS},
@@ -45,21 +47,38 @@ def programs_of(config: Config) -> dict[str, str]:
     }
 
 
+def inputs_of_programs(plan: RunPlan) -> str:
+    """What a run's programs depend on, apart from what `ProgramStore` adds.
+
+    It is "" where that is not known: with functions of the user, which may call anything, and in a
+    process that was not started as a command of jaxpipe and may have replaced some of its parts.
+    """
+    command = getattr(sys.modules["__main__"], "__spec__", None)
+    own = command is not None and command.name.startswith("jaxpipe.")
+    if not own or is_custom(plan.config.optimizer.name) or is_custom(plan.config.train.loss):
+        return ""
+    anywhere = structs.replace(plan.config, run=RunConfig())
+    return f"{programs_of(anywhere)} {_digest_of(plan, anywhere)}"
+
+
 def results_of(plan: RunPlan, data: RunData) -> dict[str, str]:
     """A process's data fingerprints, layers per stage, and a digest of its plan with its tables."""
-    tables = plan.tables
-    described = (
-        plan.config, plan.layers, plan.seconds, tables.slots, tables.lanes, tables.permute_pairs,
-        tables.pairs, tables.lockstep,
-    )  # fmt: skip
-    columns = [column.tobytes() for column in jax.tree.leaves(tables.columns)]
-    digest = _digest([repr(described).encode(), *columns])
     return {
         "the training data": data.train.fingerprint,
         "the held-out data": data.heldout.fingerprint,
         "the layers of each stage": str(plan.layers),
-        "the schedule and its plan": f"{plan.schedule.name} ({digest})",
+        "the schedule and its plan": f"{plan.schedule.name} ({_digest_of(plan, plan.config)})",
     }
+
+
+def _digest_of(plan: RunPlan, config: Config) -> str:
+    tables = plan.tables
+    described = (
+        config, plan.layers, plan.seconds, tables.slots, tables.lanes, tables.permute_pairs,
+        tables.pairs, tables.lockstep,
+    )  # fmt: skip
+    columns = [column.tobytes() for column in jax.tree.leaves(tables.columns)]
+    return _digest([repr(described).encode(), *columns])
 
 
 def _sources() -> Iterable[bytes]:

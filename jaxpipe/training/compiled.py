@@ -83,8 +83,11 @@ class CompiledSteps:
         if key not in self._met:
             phase = position.now.phase
             self._met[key], took = compile_timed(
-                program, state, batch, enter=position.enter, saved=partial(self._saved, key)
-            )
+                program, state, batch,
+                enter=position.enter,
+                saved=partial(self._saved, key),
+                stored=self._trainer.programs.find(key, state, batch),
+            )  # fmt: skip
             self._say(f"{key}: {took}")
             processes.largest(0)
             position.enter(phase)
@@ -125,8 +128,9 @@ class CompiledSteps:
         return self._programs[key]
 
     def _compile(self, name: str, microbatches: int, length: int) -> Any:
-        trainer = self._trainer
+        trainer, state = self._trainer, self._trainer.state_shapes
         batch = trainer.sharder.shapes(length, trains=name == "train_step")
-        program, took = compile_timed(getattr(trainer, name), trainer.state_shapes, batch)
+        stored = trainer.programs.find(name, state, batch)
+        program, took = compile_timed(getattr(trainer, name), state, batch, stored=stored)
         self._say(f"{name} for {microbatches} microbatches of {length:,} tokens a row: {took}")
         return program

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpipe.model.family import Model
 from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding, Sharding, StageLayout
+from jaxpipe.runtime.program_store import ProgramStore
 
 Tree = Any
 
@@ -23,23 +24,27 @@ def full_parameters(model: Model, layout: StageLayout, seed: int) -> Tree:
 
 
 def sharded_parameters(
-    model: Model, layout: StageLayout, seed: int, sharding: Sharding, like: Tree
-) -> Tree:
+    model: Model, layout: StageLayout, seed: int, sharding: Sharding, like: Tree,
+    store: ProgramStore,
+) -> Tree:  # fmt: skip
     """The stage-stacked parameters on the mesh, of the shapes and dtypes of `like`.
 
     Every device draws a parameter in full before it takes its shard. XLA needs seconds to compile
-    the draws of a few layers, so there is one program for all runs of the same kind and length.
+    the draws of a few layers, so there is one program for all runs of the same kind and length, and
+    `store` keeps them.
     """
     stored = sharding.param_shardings(like)
     table = [[-1 if layer is None else layer for layer in row] for row in layout.layer_table]
     programs: dict[tuple[str, int], Callable[[np.ndarray], Tree]] = {}
 
-    def compiled(draw: Callable[..., Tree], stored: Tree) -> Callable[..., Tree]:
+    def compiled(
+        name: str, draw: Callable[..., Tree], stored: Tree, *args: np.ndarray
+    ) -> Callable[..., Tree]:
         specs = jax.tree.map(lambda how: how.partition_spec, stored)
         mapped = jax.shard_map(
             draw, mesh=sharding.mesh, in_specs=PartitionSpec(), out_specs=specs, check_vma=False
         )
-        return jax.jit(mapped)
+        return store.compiled(f"init-{name}", jax.jit(mapped), *args)
 
     def embed_head() -> Tree:
         return jax.tree.map(
@@ -65,10 +70,12 @@ def sharded_parameters(
             own = lax.map(layer, here) if len(slots) > 1 else layer(here[0])
             return jax.tree.map(lambda leaf: leaf[None], own)
 
-        program = programs.setdefault((kind, len(slots)), compiled(on_rank, stored))
-        return program(np.asarray(table, np.int32)[:, slots.start : slots.stop])
+        layers = np.asarray(table, np.int32)[:, slots.start : slots.stop]
+        if (which := (kind, len(slots))) not in programs:
+            programs[which] = compiled(f"layers-{slots.start}", on_rank, stored, layers)
+        return programs[which](layers)
 
     return {
-        "embed_head": compiled(embed_head, stored["embed_head"])(),
+        "embed_head": compiled("embed-head", embed_head, stored["embed_head"])(),
         "layers": tuple(map(run, layout.runs, stored["layers"], like["layers"])),
     }

@@ -24,6 +24,7 @@ from jaxpipe.pipeline.reference import StepOutput
 from jaxpipe.planning import Devices, RunPlan, resolve
 from jaxpipe.planning.model import grouped_of, model_of
 from jaxpipe.runtime import compiler
+from jaxpipe.runtime.program_store import ProgramStore
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import moments
 from jaxpipe.training.batch_sharder import BatchSharder
@@ -42,10 +43,13 @@ class Trainer:
     Attributes:
       plan: of the run: its concrete configuration, schedule and stages.
       devices: the devices of the mesh, in order; None: all devices.
+      program_inputs: what the trainer's programs depend on (`agreement.inputs_of_programs`), by
+        which they are kept in the compile cache; "": they are traced anew.
     """
 
     plan: RunPlan
     devices: Sequence[jax.Device] | None = None
+    program_inputs: str = ""
 
     @classmethod
     def resolve(
@@ -71,6 +75,11 @@ class Trainer:
             parallel.pp, parallel.dp, parallel.tp, self.devices,
             pipeline_first=parallel.pipeline_first, factors=factors,
         )  # fmt: skip
+
+    @cached_property
+    def programs(self) -> ProgramStore:
+        """The trainer's compiled programs on disk."""
+        return ProgramStore(self.program_inputs, list(self.mesh.devices.flat))
 
     @cached_property
     def layout(self) -> StageLayout:
@@ -167,13 +176,14 @@ class Trainer:
     def init_parameters(self) -> Tree:
         """The initial parameters, in stage-stacked form."""
         return sharded_parameters(
-            self.model, self.layout, self.config.train.seed, self.sharding, self.state_shapes.params
-        )
+            self.model, self.layout, self.config.train.seed, self.sharding,
+            self.state_shapes.params, self.programs,
+        )  # fmt: skip
 
     def fresh(self, params: Tree) -> State:
         """The state of step 0 with these stage-stacked parameters, which are donated."""
         init = jax.jit(self.unplaced, out_shardings=self.state_shardings, donate_argnums=0)
-        return init(params)
+        return self.programs.compiled("init-state", init, params)(params)
 
     def state_of(
         self, parts: dict[str, Tree], guarded: Mapping[str, Any] = MappingProxyType({})

@@ -16,6 +16,7 @@ from jaxpipe.config import load
 from jaxpipe.data.batches import DocumentLengths
 from jaxpipe.data.sources import open_data
 from jaxpipe.planning.checks import check_settings
+from jaxpipe.runtime.program_store import ProgramStore
 from jaxpipe.training import compiled
 from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.loop import TrainLoop
@@ -134,7 +135,7 @@ class Steps:
         self.config = load(SMALL, [*VARIABLE, "train.seq_len=96", "parallel.slices=2"])
         self.compiled, self.threads = [], set()
         self.sharder = SimpleNamespace(shapes=lambda length, trains: length)
-        self.state_shapes = None
+        self.state_shapes, self.programs = None, ProgramStore("", [])
         self.train_step = self.eval_step = self
 
     def lower(self, _, length):

@@ -290,14 +290,9 @@ def test_so_many_steps_in_a_row_may_be_left_out(tmp_path):
     assert recorder.run() == 1
     assert recorder.order("save") == [("save", 9)]
     assert recorder.position == 9 * SAMPLES
-    said = [message for _, message in recorder.order("say")]
-    assert [message.split(": ")[0].split()[-1] for message in said[:-1]] == [
-        "3",
-        "4",
-        "6",
-        "8",
-        "9",
-    ]
+    said = [message for _, message in recorder.order("say") if " at step " in message]
+    steps = [message.split(": ")[0].split()[-1] for message in said[:-1]]
+    assert steps == ["3", "4", "6", "8", "9"]
     assert "at step 4: left out, 2 in a row of at most train.skip_non_finite=2" in said[1]
     assert "at step 10, samples" in said[-1]
     assert [line["skipped_steps"] for line in recorder.lines()] == [0, 0, 1, 2, 2, 3, 3, 4, 5, 5]
