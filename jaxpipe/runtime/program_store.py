@@ -28,15 +28,19 @@ class StoredProgram:
     """The file of a compiled program, which may not exist yet.
 
     Attributes:
-      path: of the file.
+      path: of the file; None: the process has no directory for it.
       devices: of the program's mesh, in order.
     """
 
-    path: Path
+    path: Path | None
     devices: Sequence[jax.Device]
 
     def load(self) -> jax.stages.Compiled | None:
-        """The compiled program; None if there is no file, or none that can be loaded."""
+        """The compiled program; None if a process of the run cannot load it. All call it."""
+        compiled = self._read()
+        return None if processes.largest(int(compiled is None)) else compiled
+
+    def _read(self) -> jax.stages.Compiled | None:
         with suppress(Exception):  # a damaged file may raise anything; the program is then compiled
             content, in_tree, out_tree = pickle.loads(self.path.read_bytes())
             return serialize_executable.deserialize_and_load(
@@ -46,12 +50,14 @@ class StoredProgram:
         return None
 
     def save(self, compiled: jax.stages.Compiled, from_cache: bool) -> None:
-        """Write the program if it can be written and loaded again.
+        """Write the program, in process 0, if it can be written and loaded again.
 
         Args:
           compiled: the program.
           from_cache: it is from jax's cache; XLA for CPUs cannot write a program it has loaded.
         """
+        if self.path is None or not processes.first():
+            return
         on_cpu = self.devices[0].platform == "cpu"
         if on_cpu and (from_cache or why_not_loadable(compiled.runtime_executable())):
             return
@@ -74,14 +80,13 @@ class ProgramStore:
     devices: Sequence[jax.Device]
 
     def find(self, name: str, *args: Any) -> StoredProgram | None:
-        """The program of this name for these arguments; None if it is not to be stored.
-
-        A run of several processes stores none: they would have to agree on which are there.
-        """
+        """The program of this name for these arguments; None if no program is stored."""
+        if not self.inputs:
+            return None
         directory = jax.config.jax_compilation_cache_dir
         enabled = directory and jax.config.jax_enable_compilation_cache
-        if not self.inputs or not enabled or is_address(directory) or processes.several():
-            return None
+        if not enabled or is_address(directory):
+            return StoredProgram(None, self.devices)
         first, (leaves, tree) = self.devices[0], jax.tree.flatten(args)
         everything = (
             self.inputs,

@@ -130,7 +130,8 @@ class CompiledSteps:
     def _compile(self, name: str, microbatches: int, length: int) -> Any:
         trainer, state = self._trainer, self._trainer.state_shapes
         batch = trainer.sharder.shapes(length, trains=name == "train_step")
-        stored = trainer.programs.find(name, state, batch)
+        # Several processes would have to agree here, beside what their main threads agree on.
+        stored = None if processes.several() else trainer.programs.find(name, state, batch)
         program, took = compile_timed(getattr(trainer, name), state, batch, stored=stored)
         self._say(f"{name} for {microbatches} microbatches of {length:,} tokens a row: {took}")
         return program
