@@ -41,6 +41,8 @@ class StoredProgram:
         return None if processes.largest(int(compiled is None)) else compiled
 
     def _read(self) -> jax.stages.Compiled | None:
+        if self.path is None:
+            return None
         with suppress(Exception):  # a damaged file may raise anything; the program is then compiled
             content, in_tree, out_tree = pickle.loads(self.path.read_bytes())
             return serialize_executable.deserialize_and_load(
