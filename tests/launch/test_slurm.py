@@ -160,7 +160,7 @@ def test_a_fresh_clone_trains_to_the_end_and_has_a_log(submit, tasks):
     assert job.restarts == 0
     assert sorted(job.losses) == [1, 2, 3]
     assert "loss" in job.log
-    assert not list(job.root.glob("*.stopped"))
+    assert not list(job.root.glob(f"slurm-{job.id}.[cf]*"))
 
 
 @pytest.mark.extended
@@ -230,13 +230,17 @@ def test_a_cancelled_job_saves_and_stays_cancelled(submit):
 
 
 @pytest.mark.extended
-def test_a_killed_task_ends_the_job(submit):
-    job = submit(tasks=2)
-    job.wait_until_it_trains()
+def test_a_job_that_loses_a_task_is_requeued_so_many_times(submit):
+    job = submit("--export=ALL,JAXPIPE_RESTARTS=1", tasks=2, settings=["checkpoint.every=5"])
+    job.wait_until_it_trains(after=10)
+    os.kill(job.tasks[-1], signal.SIGKILL)
+    step = job.wait_until_it_is_requeued()
+    job.check_it_goes_on_after(step)
     os.kill(job.tasks[-1], signal.SIGKILL)
     assert job.wait_until_it_ends() == "FAILED"
-    assert job.restarts == 0
+    assert job.restarts == 1
     wait_for(lambda: not job.tasks, 40, "the other tasks end")
+    assert not list(job.root.glob(f"slurm-{job.id}.[cf]*"))
 
 
 @pytest.mark.extended
