@@ -2,7 +2,10 @@
 
 import os
 import socket
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from jaxpipe.config import Config
 from jaxpipe.runtime.directory import AppendedFile
@@ -15,8 +18,7 @@ class TensorBoard:
 
     A START event makes TensorBoard discard earlier events of steps after `last_step`. Events are
     TFRecord records. tensorboardX's own writer is not used: it writes in a thread, and waits for it
-    forever once the thread has died of a full disk. Its import takes seconds where torch is
-    installed, and so waits until there is a step to log.
+    forever once the thread has died of a full disk.
     """
 
     def __init__(self, config: Config, last_step: int):
@@ -29,7 +31,8 @@ class TensorBoard:
 
     def show(self, step: int, values: Shown) -> None:
         """Write one step's values as scalars and histograms."""
-        from jaxpipe.training import tensorboard_events as events
+        with _without_torch():
+            from jaxpipe.training import tensorboard_events as events
 
         records = [events.version_record()] if self._is_new else []
         if self._starts_after is not None:
@@ -45,3 +48,19 @@ class TensorBoard:
     def close(self) -> None:
         """Write pending records and close the file."""
         self._file.close()
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Hide torch from tensorboardX, which imports it where it is installed and needs it nowhere.
+
+    It takes seconds, and brings CUDA libraries of other versions into the process.
+    """
+    hides = "torch" not in sys.modules
+    if hides:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # importing it raises ImportError
+    try:
+        yield
+    finally:
+        if hides:
+            del sys.modules["torch"]

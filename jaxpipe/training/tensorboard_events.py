@@ -1,4 +1,4 @@
-"""Events of TensorBoard as TFRecord records. Importing tensorboardX imports torch where it is."""
+"""Events of TensorBoard as TFRecord records."""
 
 import struct
 import time

@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -267,3 +270,19 @@ def test_a_live_line_on_a_terminal():
     assert "step 4/4" in text
     assert "\x1b[?25h" in text  # the cursor is shown again
     assert shown(terminal=True, progress=False).count("\n") == 5
+
+
+def test_events_do_not_import_torch(tmp_path):
+    """A run's process would get CUDA libraries of another version."""
+    (tmp_path / "torch.py").write_text("print('imported')")
+    code = (
+        f"from jaxpipe.config import load; from jaxpipe.training.tensorboard import TensorBoard;"
+        f"board = TensorBoard(load({str(SMALL)!r}, ['run.dir={tmp_path}']), 0);"
+        f"board.show(1, {{'loss': 1.0}}); board.close(); print('shown'); import torch"
+    )
+    paths = f"{tmp_path}:{SMALL.parents[2]}"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert run.stdout.split() == ["shown", "imported"]
