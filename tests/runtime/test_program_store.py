@@ -36,6 +36,7 @@ def sharded(devices, *values):
     return jax.device_put(jnp.array(values), NamedSharding(mesh, PartitionSpec("i")))
 
 
+@pytest.mark.versions
 def test_a_stored_program_is_loaded_without_a_trace_and_computes_the_same_bits(cache):
     devices, traces = jax.devices()[:2], []
 
