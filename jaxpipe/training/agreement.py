@@ -4,7 +4,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterable
-from importlib.metadata import version
+from importlib.metadata import distribution, version
 from pathlib import Path
 
 import jax
@@ -50,15 +50,19 @@ def programs_of(config: Config) -> dict[str, str]:
 def inputs_of_programs(plan: RunPlan) -> str:
     """What a run's programs depend on, apart from what `ProgramStore` adds.
 
-    It is "" where that is not known: with functions of the user, which may call anything, and in a
-    process that was not started as a command of jaxpipe and may have replaced some of its parts.
+    It is "" where that is not known: with functions of the user, which may call anything; in a
+    process that was not started as a command of jaxpipe and may have replaced some of its parts;
+    and with packages installed from a directory, whose source changes without their version.
     """
-    command = getattr(sys.modules["__main__"], "__spec__", None)
+    config, command = plan.config, getattr(sys.modules["__main__"], "__spec__", None)
     own = command is not None and command.name.startswith("jaxpipe.")
-    if not own or is_custom(plan.config.optimizer.name) or is_custom(plan.config.train.loss):
+    urls = (distribution(name).read_text("direct_url.json") or "" for name in _PACKAGES)
+    local = any("dir_info" in url for url in urls)
+    if not own or local or is_custom(config.optimizer.name) or is_custom(config.train.loss):
         return ""
-    anywhere = structs.replace(plan.config, run=RunConfig())
-    return f"{programs_of(anywhere)} {_digest_of(plan, anywhere)}"
+    installed = sorted(path.name for part in sys.path for path in Path(part).glob("*.dist-info"))
+    anywhere = structs.replace(config, run=RunConfig())
+    return f"{programs_of(anywhere)} {_digest_of(plan, anywhere)} {installed}"
 
 
 def results_of(plan: RunPlan, data: RunData) -> dict[str, str]:

@@ -122,6 +122,19 @@ def test_inputs_are_all_settings_but_the_run_directory(own_command):
     assert inputs_of_programs(replace(plan, lockstep=replace(plan.lockstep, pairs=True))) != inputs
 
 
+def test_inputs_change_with_a_package_and_are_unknown_if_its_source_may(
+    own_command, monkeypatch, tmp_path
+):
+    before = inputs_of_programs(plan_of())
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "flax-0.12.9.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: flax\nVersion: 0.12.9\n")
+    assert inputs_of_programs(plan_of()) not in ("", before)
+    (folder / "direct_url.json").write_text('{"url": "file:///flax", "dir_info": {}}')
+    assert inputs_of_programs(plan_of()) == ""
+
+
 def test_inputs_are_unknown_with_functions_of_the_user_and_in_their_process(
     own_command, monkeypatch
 ):
