@@ -12,12 +12,13 @@ from jaxpipe.plan import main
 from jaxpipe.planning import arrange, rank_bytes
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.limits import activation_limit_of
+from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedule import FAMILIES, MemoryCosts, Op, ScheduleError, build, peak_memory
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 SEVENTY = Path(__file__).parents[2] / "configs" / "llama3_70b_plan.toml"
 SEARCHED = [name for name, family in FAMILIES.items() if family.is_searched]
-H100 = 80e9
+H100 = DEVICES["H100"].memory
 GIB = 2**30
 
 
