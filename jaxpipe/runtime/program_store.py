@@ -63,8 +63,9 @@ class StoredProgram:
         on_cpu = self.devices[0].platform == "cpu"
         if on_cpu and (from_cache or why_not_loadable(compiled.runtime_executable())):
             return
-        # jax raises the last two for programs with callbacks or with arrays as constants.
-        with suppress(OSError, ValueError, NotImplementedError):
+        # A program with callbacks, arrays as constants or a tree that cannot be pickled is traced
+        # again by the next start, as is one for which there is no room.
+        with suppress(Exception):
             write_whole(self.path, pickle.dumps(serialize_executable.serialize(compiled)))
 
 
