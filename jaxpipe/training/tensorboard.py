@@ -52,9 +52,9 @@ class TensorBoard:
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Hide torch from tensorboardX, which imports it where it is installed and needs it nowhere.
+    """Hide torch from tensorboardX, which imports it where it is installed; events need none of it.
 
-    It takes seconds, and brings CUDA libraries of other versions into the process.
+    The import takes seconds, and may bring CUDA libraries of other versions into the process.
     """
     hides = "torch" not in sys.modules
     if hides:
