@@ -48,7 +48,8 @@ class RuntimeConfig(Section, kw_only=True):
     # directory, entries removed after 30 days; "": none. JAX_COMPILATION_CACHE_DIR takes precedence
     compile_cache: str = "auto"
     # directory of training steps compiled ahead (`plan --check-gpu --save`), one of which the run
-    # loads if it is of the same program, devices and versions; "": none; not for several processes
+    # loads if it is of the same program, devices and versions; all processes load it or none does;
+    # "": none
     programs: str = ""
 
 

@@ -15,7 +15,7 @@ import jax
 import jaxlib
 from jax.experimental import serialize_executable
 
-from jaxpipe.config import ConfigError
+from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.collective_order import thread_count, why_not_loadable
 from jaxpipe.runtime.storage import write_whole
@@ -69,7 +69,7 @@ def load_program(
     devices: Sequence[jax.Device],
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[jax.stages.Compiled | None, str]:
-    """Load the file of a program.
+    """Load the file of a program in all processes of the run, or in none. All call it.
 
     Args:
       directory: where `save_program` has written it.
@@ -79,10 +79,22 @@ def load_program(
       options: the `compiler_options` of this run.
 
     Returns:
-      The compiled program and "", or None and a sentence on why there is none.
+      The compiled program and "", or None and a sentence on why there is none, which is the same
+      in all processes.
     """
-    if processes.several():
-        return None, "a run of several processes loads no saved program"
+    compiled, reason = _read_program(directory, name, lowered, devices, options)
+    reason = next(filter(None, processes.gather("saved program", reason)), "")
+    return (None, reason) if reason else (compiled, "")
+
+
+def _read_program(
+    directory: Path,
+    name: str,
+    lowered: jax.stages.Lowered,
+    devices: Sequence[jax.Device],
+    options: Mapping[str, Any],
+) -> tuple[jax.stages.Compiled | None, str]:
+    """`load_program` in this process alone."""
     wanted, reason = _describe(lowered, devices, options), f"{directory} has no {name}"
     for path in sorted(directory.glob(f"{name}-*{_ENDING}")):
         header, _, content = path.read_bytes().partition(b"\n")
@@ -95,12 +107,16 @@ def load_program(
             for what, value in (wanted | {_SIZE: len(content)}).items()
             if about.get(what) != value
         ]
-        if not differences:
+        if differences:
+            reason = differences[0]
+            continue
+        try:
             return serialize_executable.deserialize_and_load(
                 content, lowered.in_tree, lowered.out_tree,
                 backend=devices[0].client, execution_devices=devices,
             ), ""  # fmt: skip
-        reason = differences[0]
+        except Exception as error:  # whatever a damaged file raises
+            reason = f"{path} cannot be loaded ({first_line(error)})"
     return None, reason
 
 
@@ -114,6 +130,7 @@ def _describe(
         "the version of jaxlib": jaxlib.__version__,
         "the kind of device": devices[0].device_kind,
         "the number of devices": len(devices),
+        "the list of device ids": [device.id for device in devices],
         "the set of XLA's options": dict(options),
         "the program": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
     }

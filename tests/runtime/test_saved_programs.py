@@ -5,14 +5,17 @@ import subprocess
 import sys
 
 import pytest
-from commands import SMALL, losses
+from commands import SMALL, losses, train_command
+from several import ends, start_all
 
 from jaxpipe import train
 
 SCRIPT = """
-import sys
+import os, sys
+from jaxpipe.runtime import processes
 from jaxpipe.runtime.environment import use_cpu_devices
-use_cpu_devices(4)
+use_cpu_devices(4 // int(os.environ.get("JAX_NUM_PROCESSES", "1")))
+processes.join()
 import jax
 from jax import lax
 from pathlib import Path
@@ -43,10 +46,13 @@ like = jax.ShapeDtypeStruct((width,), "float32", sharding=own)
 devices = list(mesh.devices.flat)
 if what in ("save", "free"):
     lowered = step.trace({"w": like}, like).lower(lowering_platforms=("cpu",))
+    program = lowered.compile()
     try:
-        saved_programs.save_program(folder, "train_step", lowered, lowered.compile(), devices)
+        if processes.first():
+            saved_programs.save_program(folder, "train_step", lowered, program, devices)
     except ConfigError as error:
         print(error)
+    processes.finish()
     sys.exit()
 compiled = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -56,11 +62,12 @@ batch = jax.device_put(jax.numpy.linspace(0.7, 2.9, width), own)
 compiled.clear()
 if what == "older":
     saved_programs.jax.__version__ = "0.1.2"
-if what == "cut":
-    for path in folder.glob("*"):
-        (folder / "cut").mkdir()
-        (folder / "cut" / path.name).write_bytes(path.read_bytes()[:-1])
-    folder = folder / "cut"
+if what in ("cut", "damaged"):
+    (path,) = folder.glob("*.program")
+    content, folder = path.read_bytes(), folder / what
+    folder.mkdir()
+    last = b"" if what == "cut" else b"!"
+    (folder / path.name).write_bytes(content[:-1] + last)
 options = {"xla_gpu_deterministic_ops": True} if what == "options" else {}
 saved = {} if what == "plain" else {"saved": lambda lowered: saved_programs.load_program(
     folder, "train_step", lowered, devices, options)}
@@ -69,15 +76,20 @@ print(len(compiled), words)
 before = state
 for _ in range(3):
     state, loss = program(state, batch)
-print(before["w"].is_deleted(), [x.hex() for x in map(float, (loss, *state["w"]))])
+shards = [shard.data for shard in state["w"].addressable_shards]
+numbers = map(float, (loss, *jax.numpy.concatenate(jax.device_get(shards))))
+print(before["w"].is_deleted(), [number.hex() for number in numbers])
+processes.finish()
 """
 
 
 AHEAD = f"""
 import sys
 from pathlib import Path
+from jaxpipe.runtime import processes
 from jaxpipe.runtime.environment import use_cpu_devices
-use_cpu_devices(8)
+use_cpu_devices(int(sys.argv[1]))
+processes.join()
 from jaxpipe.config import load
 from jaxpipe.gpu.check import lower_step
 from jaxpipe.runtime.saved_programs import save_program
@@ -85,9 +97,12 @@ from jaxpipe.training.trainer import Trainer
 
 trainer = Trainer.resolve(load({str(SMALL)!r}, sys.argv[3:]))
 name, lowered = lower_step(trainer, "cpu")
-devices = list(trainer.mesh.devices.flat)
-save_program(Path(sys.argv[2]), name, lowered, lowered.compile(), devices)
+compiled, devices = lowered.compile(), list(trainer.mesh.devices.flat)
+if processes.first():
+    save_program(Path(sys.argv[2]), name, lowered, compiled, devices)
+processes.finish()
 """
+SIZES = ["train.steps=2", "train.eval_every=0", "checkpoint.every=0", "log.tensorboard=false"]
 
 
 def ran(*arguments, script=SCRIPT):
@@ -120,14 +135,62 @@ def test_a_saved_program_is_loaded_and_computes_the_same_bits(folder):
 @pytest.mark.extended
 def test_a_run_loads_the_step_that_was_compiled_for_its_configuration(tmp_path, capsys):
     """The step is lowered from abstract arrays, as `plan --check-gpu` does."""
-    sizes = ["train.steps=2", "train.eval_every=0", "checkpoint.every=0", "log.tensorboard=false"]
-    ran("save", tmp_path / "programs", *sizes, script=AHEAD)
+    ran(8, tmp_path / "programs", *SIZES, script=AHEAD)
     for run, programs in (("ahead", tmp_path / "programs"), ("plain", "")):
         where = [f"run.dir={tmp_path / run}", f"runtime.programs={programs}"]
-        assert train.main([str(SMALL), *sizes, *where]) == 0
+        assert train.main([str(SMALL), *SIZES, *where]) == 0
         out = capsys.readouterr().out
         assert ("loaded from runtime.programs" in out) == (run == "ahead")
     assert losses(tmp_path / "ahead") == losses(tmp_path / "plain")
+
+
+UNCACHED = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+
+
+@pytest.fixture
+def places(tmp_path):
+    """Folders to start processes in, which find no file there unless one is written."""
+    for name in ("shared", "other"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "shared", tmp_path / "other"
+
+
+@pytest.mark.extended
+def test_several_processes_load_a_saved_program_together_or_not_at_all(places):
+    def run(what, *folders):
+        command = [sys.executable, "-c", SCRIPT, what, "programs", "8"]
+        found = ends(start_all(2, command, UNCACHED, folders))
+        assert [code for code, _ in found] == [0, 0], found
+        lines = (output.splitlines() for _, output in found)
+        return [[line for line in own if not line.startswith("[Gloo]")] for own in lines]
+
+    shared, other = places
+    assert run("save", shared, shared) == [[], []]
+    loaded = run("load", shared, shared)
+    compiled = run("load", shared, other)
+    for (how, numbers), (found, same) in zip(loaded, compiled, strict=True):
+        assert how.startswith("0 ")
+        assert found.startswith("1 ")
+        assert ", since programs has no train_step" in found
+        assert numbers == same
+
+
+@pytest.mark.slow
+def test_a_run_of_several_processes_loads_the_step_of_its_configuration(places, tmp_path):
+    """One that a single process has saved is of the same program, but of other devices."""
+    shared, other = places
+    sizes = ["parallel.pp=2", *SIZES]
+    save = [sys.executable, "-c", AHEAD, "2", str(shared / "programs"), *sizes]
+    assert ends(start_all(2, save, UNCACHED)) == [(0, "")] * 2
+    ran(4, other / "programs", *sizes, script=AHEAD)
+    cases = ((shared, "loaded from runtime.programs"), (other, ", since the list of device ids is"))
+    for folder, how in cases:
+        run = folder / "run"
+        command = train_command(run, *sizes, "runtime.programs=programs", devices=2)
+        for code, output in (found := ends(start_all(2, command, UNCACHED, [folder] * 2))):
+            assert code == 0, output
+        assert how in found[0][1]
+    assert losses(shared / "run") == losses(other / "run") != {}
 
 
 @pytest.mark.extended
@@ -142,6 +205,7 @@ def test_a_run_loads_the_step_that_was_compiled_for_its_configuration(tmp_path, 
             "since the set of XLA's options is {'xla_gpu_deterministic_ops': True}, and in ",
         ),
         ("cut", 8, "since the size of the program is "),
+        ("damaged", 8, "cannot be loaded ("),
     ],
 )
 def test_another_program_or_version_is_compiled_and_the_log_says_why(folder, what, width, reason):

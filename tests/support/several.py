@@ -31,14 +31,17 @@ if "JAX_PROCESS_ID" in os.environ and "STALL_SEED" in os.environ:
 """
 
 
-def start_all(count, command, environment=()):
-    """Start `count` processes of one run with that command."""
+def start_all(count, command, environment=(), folders=None):
+    """Start `count` processes of one run with that command, each in its folder if given."""
     places = {
         "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
         "JAX_NUM_PROCESSES": str(count),
         **dict(environment),
     }
-    return [start(command, places | {"JAX_PROCESS_ID": str(index)}) for index in range(count)]
+    return [
+        start(command, places | {"JAX_PROCESS_ID": str(index)}, cwd=folder)
+        for index, folder in enumerate(folders or [None] * count)
+    ]
 
 
 def stalling(folder, seed):
