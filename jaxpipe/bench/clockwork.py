@@ -8,8 +8,6 @@ sleep as long. The simulator's time of a message is that of one tick of the same
 
   idle = share of all ranks' time in a step without F, B or W.
 
-With --fused-steps N each measured step is N steps that overlap, with updates that take no time.
-
 Several processes may share a core: on a machine with other work, give the command priority
 (`chrt -r 10`, as root).
 """
@@ -48,12 +46,11 @@ class ClockworkSteps(msgspec.Struct):
         schedule: label of the variant.
         ranks: of the pipeline.
         microbatches: of each step.
-        useful: seconds of F, B and W per rank, over all fused steps.
+        useful: seconds of F, B and W per rank.
         transfer: seconds of a message.
         predicted: seconds by the simulator.
         measured: seconds of each measured step.
         torch: the same of PyTorch; empty if not measured.
-        fused: number of steps that overlap in each measured step.
     """
 
     schedule: str
@@ -64,14 +61,12 @@ class ClockworkSteps(msgspec.Struct):
     predicted: float
     measured: list[float]
     torch: list[float] = []
-    fused: int = 1
 
     def cells(self) -> list[str]:
         """Return the cells of the table's row."""
         measured = median(self.measured)
-        microbatches = f"{self.fused} x " * (self.fused > 1) + str(self.microbatches)
         return [
-            str(self.ranks), microbatches, f"`{self.schedule}`",
+            str(self.ranks), str(self.microbatches), f"`{self.schedule}`",
             f"{measured / self.predicted:.3f}", self._idle(measured), self._idle(self.predicted),
             self._idle(median(self.torch)) if self.torch else "",
         ]  # fmt: skip
@@ -89,7 +84,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", nargs=3, type=float, default=[0.02, 0.023, 0.017], metavar=("F", "B", "W"),
         help="of one microbatch on one rank (0.02 0.023 0.017)")  # fmt: skip
     add("--steps", type=int, default=3, help="measured of each (3)")
-    add("--fused-steps", type=int, default=1, metavar="N", help="that overlap, in each (1)")
     options.add_torch(parser)
     options.add_out(parser)
 
@@ -128,9 +122,7 @@ def _measure_variant(
     arguments: argparse.Namespace,
     groups: dict[str, ProcessGroup],
 ) -> ClockworkSteps:
-    work = SleepingStep(
-        variant, ranks, ranks * arguments.rounds, *arguments.seconds, arguments.fused_steps
-    )
+    work = SleepingStep(variant, ranks, ranks * arguments.rounds, *arguments.seconds)
     ours, peer, name = groups["jaxpipe"], PEERS.get(variant.family), variant.label
     ours.ask("build_sleeping", name=name, work=asdict(work))
 
@@ -145,9 +137,8 @@ def _measure_variant(
         groups["torch"].ask("build_sleeping", name=name, schedule=peer, work=asdict(work))
         torch = steps(groups["torch"])
     return ClockworkSteps(
-        name, ranks, work.microbatches, work.seconds, transfer, predicted, measured, torch,
-        work.steps,
-    )  # fmt: skip
+        name, ranks, work.microbatches, work.seconds, transfer, predicted, measured, torch
+    )
 
 
 def _list_variants(arguments: argparse.Namespace, ranks: int) -> Iterator[ScheduleVariant]:
@@ -163,22 +154,11 @@ def _list_variants(arguments: argparse.Namespace, ranks: int) -> Iterator[Schedu
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise `ConfigError` if the options are unsuitable."""
-    counts = ("rounds", "steps", "fused_steps")
-    options.check_positive(**{name: getattr(arguments, name) for name in counts})
+    options.check_positive(rounds=arguments.rounds, steps=arguments.steps)
     options.check_out(arguments.out)
-    several = arguments.fused_steps > 1
     for name in arguments.schedules:
         if find_family(name).placement == "file":
             raise ConfigError(f"--schedules {name}: its orders are in a file; name another.")
-        if several and find_family(name).placement == "both ways":
-            raise ConfigError(
-                f"--schedules {name} with --fused-steps {arguments.fused_steps}: every stage is on "
-                f"two ranks, and its steps do not overlap; leave one of them out."
-            )
-    if several and arguments.torch:
-        raise ConfigError(
-            "--fused-steps with --torch: PyTorch's steps do not overlap; leave one out."
-        )
     options.check_torch(arguments.torch)
     if min(arguments.ranks) < 2:
         raise ConfigError(f"--ranks {min(arguments.ranks)} must be at least 2.")

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -14,18 +14,9 @@ from jax.sharding import NamedSharding
 from jaxpipe.contract import LayerKind, LayerOutput, StageFunctions
 from jaxpipe.parallel import batch_spec, make_mesh
 from jaxpipe.pipeline import Execution, Pipeline
-from jaxpipe.schedule import (
-    Costs,
-    Lockstep,
-    Schedule,
-    ScheduleVariant,
-    build,
-    find_family,
-    fuse_steps,
-)
+from jaxpipe.schedule import Costs, Lockstep, Schedule, ScheduleVariant, build, find_family
 from jaxpipe.schedule.scan import optimize_pace
 
-Tree = Any
 # A message takes no tick of its own. A permute on CPUs waits for the rank's neighbours, and a
 # tick's two permutes run one after the other: within a few percent a barrier of all ranks.
 _ON_CPUS = Lockstep(pairs=False, synchronizes_all=True)
@@ -40,8 +31,6 @@ class SleepingStep:
         ranks: of the pipeline.
         microbatches: of each step.
         F, B, W: seconds per microbatch and rank, divided equally among the rank's stages.
-        steps: number of fused steps (see `fuse_steps`): each starts while the one before it ends,
-            and updates take no time.
     """
 
     variant: ScheduleVariant
@@ -50,19 +39,16 @@ class SleepingStep:
     F: float
     B: float
     W: float
-    steps: int = 1
 
     @property
     def seconds(self) -> float:
-        """Seconds of F, B and W on one rank, over all steps."""
-        return self.steps * self.microbatches * (self.F + self.B + self.W)
+        """Seconds of F, B and W on one rank."""
+        return self.microbatches * (self.F + self.B + self.W)
 
     @cached_property
     def lockstep(self) -> Lockstep:
         """Lockstep with phased permutes if possible and shorter: a rank waits for one neighbour."""
         unphased = replace(_ON_CPUS, in_flight=self.variant.in_flight)
-        if self.steps > 1:
-            return unphased
         free = replace(unphased, synchronizes_all=False)
         phased = optimize_pace(self.schedule, self.costs, free, phased=True)
         return phased if phased.phases > 1 else unphased
@@ -74,8 +60,7 @@ class SleepingStep:
         how: dict[str, Any] = {"virtual_stages": stages} if stages else {}
         if find_family(family).is_searched:
             how |= {"costs": Costs(F=self.F, B=self.B, W=self.W), "lockstep": _ON_CPUS}
-        one = build(family, pp=self.ranks, microbatches=self.microbatches, **how)
-        return one if self.steps == 1 else fuse_steps(one, self.steps)
+        return build(family, pp=self.ranks, microbatches=self.microbatches, **how)
 
     @property
     def costs(self) -> Costs:
@@ -98,8 +83,7 @@ def compile_sleeping_step(todo: SleepingStep) -> Callable[..., None]:
     params = jax.tree.map(_put, params, pipeline.sharding.named_shardings(params))
     inputs = np.ones((todo.schedule.microbatches, 1, 1), np.float32)
     batch = {"inputs": _put(inputs, NamedSharding(mesh, batch_spec()))}
-    step = pipeline.step if todo.steps == 1 else partial(_run_with_updates, pipeline)
-    compiled = jax.jit(step).lower(params, batch).compile()
+    compiled = jax.jit(pipeline.step).lower(params, batch).compile()
 
     def run(*, asleep: bool = True) -> None:
         is_asleep[0] = asleep
@@ -135,18 +119,6 @@ def _functions(costs: Costs, is_asleep: list[bool]) -> StageFunctions:
         head=lambda shared, x, rows: jnp.sum(x),
         count=lambda rows: jnp.float32(rows["inputs"].size),
     )
-
-
-def _run_with_updates(pipeline: Pipeline, params: Tree, batch: Tree) -> Tree:
-    """Run overlapping steps with an update that the next step depends on."""
-
-    def update(gradients: Tree, moments: Tree, params: Tree, _: jax.Array) -> tuple[Tree, Tree]:
-        return jax.tree.map(lambda leaf, by: leaf - 1e-6 * by, params, gradients), moments
-
-    def accepts(*_: jax.Array) -> jax.Array:
-        return jnp.bool_(True)
-
-    return pipeline.run_updates(params, (), batch, pipeline.schedule.updates, update, accepts)
 
 
 def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:

@@ -120,7 +120,7 @@ def check_step(plan: RunPlan, card: str, save: Path | None = None) -> CompiledRe
         compiled = _compile(lowered, options | {"xla_dump_to": folder})
         seconds = time.perf_counter() - start
         dump = next(Path(folder).glob(_THUNKS), None)
-        around = int(plan.config.train.fused_steps > 1)  # the loop over steps
+        around = int(name == "train_steps")  # the loop over steps
         graphed = read_graph_coverage(dump.read_text(), around) if dump else None
         largest = read_temporaries(Path(folder))
     if save:

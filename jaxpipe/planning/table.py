@@ -68,7 +68,7 @@ _COLUMNS = (
         lambda one: one.exposed / one.seconds or None, ".1%",
     ),
     Column(
-        "saved", "share of the scan's time that N overlapping steps save (train.fused_steps)",
+        "saved", "share of the scan's time that N overlapping steps save, with --fused-steps N",
         lambda one: one.saved, "z.1%",
     ),
 )  # fmt: skip

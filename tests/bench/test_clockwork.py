@@ -3,7 +3,7 @@
 import json
 import time
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import jax
 import pytest
@@ -14,7 +14,7 @@ from jaxpipe.bench.clockwork import ClockworkSteps, table
 from jaxpipe.bench.sleeping import SleepingStep
 from jaxpipe.bench.worker import BenchWorker
 from jaxpipe.parallel import make_mesh
-from jaxpipe.schedule import ScheduleVariant, simulate
+from jaxpipe.schedule import ScheduleVariant
 
 F, B, W = 0.004, 0.002, 0.001
 RUN = ["clockwork", "--ranks", "2", "--seconds", "0.004", "0.002", "0.001", "--steps", "1"]
@@ -64,23 +64,6 @@ def test_neighbours_go_by_turns_where_that_is_shorter():
     }
     assert (found["1f1b"].phases, found["1f1b"].synchronizes_all) == (2, False)
     assert (found["zbv"].phases, found["zbv"].synchronizes_all) == (1, True)
-    fused = SleepingStep(ScheduleVariant("1f1b"), 4, 16, F, B, W, steps=2)
-    assert fused.lockstep.synchronizes_all
-
-
-def test_steps_that_overlap_are_run_as_one(monkeypatch):
-    monkeypatch.setattr(
-        sleeping, "make_mesh", lambda pp: make_mesh(pp=pp, devices=jax.devices()[:pp])
-    )
-    one, slept = SleepingStep(ScheduleVariant("zb_h2"), 2, 4, F, B, W), []
-    work = replace(one, steps=3)
-    monkeypatch.setattr(time, "sleep", slept.append)
-    BenchWorker().build_sleeping("steps", asdict(work))
-    assert Counter(slept) == dict.fromkeys((F, B, W), 3 * 4 * 2)
-    assert work.seconds == pytest.approx(3 * one.seconds)
-    assert simulate(work.schedule).makespan < 3 * simulate(one.schedule).makespan
-    steps = ClockworkSteps("zb_h2", 2, 4, work.seconds, 0.0, 1.0, [1.0], fused=3)
-    assert "| 2 | 3 x 4 | `zb_h2` | 1.000 |" in table([steps])
 
 
 @pytest.mark.parametrize(
@@ -91,15 +74,6 @@ def test_steps_that_overlap_are_run_as_one(monkeypatch):
         (["--seconds", "0.1", "0", "0.1"], "--seconds 0 must be above 0"),
         (["--schedules", "custom"], "--schedules custom: its orders are in a file"),
         (["--schedules", "magic"], "unknown schedule 'magic'"),
-        (["--fused-steps", "0"], "--fused-steps 0 must be at least 1"),
-        (
-            ["--fused-steps", "4"],
-            "--schedules dualpipe with --fused-steps 4: every stage is on two",
-        ),
-        (
-            ["--fused-steps", "4", "--schedules", "zb_h2", "--torch", "python"],
-            "--fused-steps with --torch",
-        ),
         (["--out", "nowhere/found.json"], "its folder is missing"),
     ],
 )
