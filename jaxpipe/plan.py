@@ -315,6 +315,7 @@ def _write(config: Config, shown: Estimate, path: Path) -> None:
     named = {"schedule": "custom", "schedule_file": path, "virtual_stages": 0, "breadth": 0}
     lockstep = shown.plan.lockstep
     named |= {"in_flight": lockstep.in_flight or 0, "vocab_parallel_pp": lockstep.vocab_parallel}
+    named["unroll_layers"] = shown.plan.config.parallel.unroll_layers
     changes = {k: v for k, v in named.items() if getattr(config.parallel, k) != v}
     how = " ".join(f"parallel.{key}={_as_toml(value)}" for key, value in changes.items())
     print(f"wrote {shown.label}; to run it: {how}", file=sys.stderr)

@@ -2,11 +2,19 @@
 
 from msgspec.structs import replace
 
-from jaxpipe.config import Config
+from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning.devices import Devices
+from jaxpipe.planning.fused_checks import check_fused
 from jaxpipe.planning.hardware import OpSeconds
+from jaxpipe.planning.loops import unroll_if_needed
 from jaxpipe.planning.resolve import QUICK, RunPlan, arrange
-from jaxpipe.schedule import FAMILIES, ScheduleVariant, VariantSizes, find_family
+from jaxpipe.schedule import (
+    FAMILIES,
+    ScheduleError,
+    ScheduleVariant,
+    VariantSizes,
+    find_family,
+)
 
 
 def variants(config: Config) -> list[ScheduleVariant]:
@@ -41,11 +49,16 @@ def arrange_variant(
     """Return the plan of a run under a variant, searched quickly for these seconds.
 
     The configuration's own variant is exactly what a run executes, not one searched for `seconds`.
-    Raises `ScheduleError` if the sizes forbid the variant.
+    Raises `ScheduleError` if sizes or `train.fused_steps` forbid the variant.
     """
     if variant == variant_of(config):
         return arrange(config, devices)
-    return arrange(with_variant(config, variant), devices, seconds=seconds, effort=QUICK)
+    candidate = with_variant(config, variant)
+    try:
+        check_fused(candidate)
+    except ConfigError as error:
+        raise ScheduleError(str(error)) from error
+    return unroll_if_needed(arrange(candidate, devices, seconds=seconds, effort=QUICK))
 
 
 def with_variant(config: Config, variant: ScheduleVariant) -> Config:

@@ -240,4 +240,6 @@ class LayoutSearch:
                 away = config.train.offload_layers + config.train.offload_moments
                 stored = replace(plan, config=config)
                 fitting.append(Found(seconds, away, size, number, stored))
-        return min(fitting, key=lambda one: (one.seconds, one.offloaded, one.bytes), default=None)
+        best = min(fitting, key=lambda one: (one.seconds, one.offloaded, one.bytes), default=None)
+        plan = best and self.space.with_loop(best.plan)
+        return replace(best, plan=plan) if best and plan else None

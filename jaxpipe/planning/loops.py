@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from jaxpipe.config import ConfigError
 
 if TYPE_CHECKING:
@@ -37,6 +39,19 @@ def unroll_layers(plan: "RunPlan") -> int | None:
             f"parallel.unroll_layers 0, or give at least {longest}."
         )
     return None
+
+
+def unroll_if_needed(plan: "RunPlan") -> "RunPlan":
+    """Return the plan with `parallel.unroll_layers` 0 if it excludes the loop that this asks for.
+
+    A loop that suits one schedule is no reason to leave out others.
+    """
+    try:
+        _ = plan.unroll_layers
+    except ConfigError:
+        parallel = structs.replace(plan.config.parallel, unroll_layers=0)
+        return replace(plan, config=structs.replace(plan.config, parallel=parallel))
+    return plan
 
 
 def _reason(plan: "RunPlan") -> str | None:

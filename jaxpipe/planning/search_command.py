@@ -17,8 +17,10 @@ _OF_PLANS = ("costs", "lengths", "bubble", "fused_steps", "show", "timeline", "p
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise `ConfigError` for options of `plan` that do not go with `--search`."""
-    if len(arguments.devices or ()) != 1 or arguments.devices[0] < 1 or arguments.schedules:
-        raise ConfigError("--search needs one number of devices: give --devices N, no --schedules.")
+    if len(arguments.devices or ()) != 1 or arguments.devices[0] < 1:
+        raise ConfigError("--search needs one number of devices: give --devices N.")
+    if arguments.schedules:
+        raise ConfigError("--schedules with --search, which tries all schedules: leave it out.")
     if others := [name for name in _OF_PLANS if getattr(arguments, name)]:
         options = ", ".join(f"--{name}".replace("_", "-") for name in others)
         raise ConfigError(f"{options} with --search: write what it finds, and plan that with them.")

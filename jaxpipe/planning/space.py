@@ -8,6 +8,8 @@ from msgspec import structs
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.planning.candidates import variants, with_variant
 from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.loops import unroll_if_needed
+from jaxpipe.planning.resolve import RunPlan
 from jaxpipe.planning.size_checks import check_count, resolve_sizes
 from jaxpipe.schedule import ScheduleVariant, find_family
 
@@ -19,7 +21,7 @@ SEARCHED = {
     "parallel": (
         "pp", "dp", "tp", "cp", "cp_heads", "ep", "sequence_parallel", "vocab_parallel_pp",
         "zero_stage", "schedule", "schedule_file", "virtual_stages", "memory_limit", "in_flight",
-        "breadth", "layer_split",
+        "breadth", "layer_split", "unroll_layers",
     ),
     "train": (
         "grad_accum_steps", "batch_tokens", "microbatch_size", "remat", "offload_layers",
@@ -134,6 +136,17 @@ class SearchSpace:
             parallel=dict(zero_stage=other.parallel.zero_stage),
             train=dict(offload_moments=other.train.offload_moments),
         )
+
+    def with_loop(self, plan: RunPlan) -> RunPlan | None:
+        """The plan, with its layers unrolled if it excludes their loop; None if that is fixed."""
+        if "parallel.unroll_layers" not in self._fixed:
+            return unroll_if_needed(plan)
+        try:
+            _ = plan.unroll_layers
+        except ConfigError as error:
+            self.refusals[str(error)] = None
+            return None
+        return plan
 
     def is_legal(self, config: Config) -> bool:
         """Whether a configuration keeps the rules of settings and sizes; else says why not."""

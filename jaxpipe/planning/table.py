@@ -134,10 +134,13 @@ class Plan:
         """Yield the advice: which schedule to take, the traffic of the network, what to change."""
         if self.advice.best:
             fastest = next(one for one in self.estimates if one.label == self.advice.best)
+            summary = FAMILIES[fastest.variant.family].summary
+            if fastest.variant.in_flight:
+                summary = summary.partition(":")[0]  # what it holds is another number then
             yield (
                 f"fastest within the {self.memory / _GIB:.1f} GiB of a device that jax allocates: "
                 f"{self.advice.best} "
-                f"({FAMILIES[fastest.variant.family].summary})"
+                f"({summary})"
             )
         yield from _traffic(self.config)
         yield from self.advice.sentences

@@ -22,10 +22,11 @@ from jaxpipe.planning import (
     arrange_variant,
     estimate,
     estimates,
+    resolve,
 )
 from jaxpipe.planning.helpers import begin, helpers
 from jaxpipe.planning.traffic import mirrored_bytes
-from jaxpipe.schedule import Lockstep, ScheduleVariant, build, write_schedule
+from jaxpipe.schedule import Lockstep, ScheduleError, ScheduleVariant, build, write_schedule
 from jaxpipe.training.trainer import Trainer
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
@@ -156,6 +157,24 @@ def test_what_is_written_runs_as_it_was_planned(label, tmp_path, capsys):
     assert (written.parallel.schedule, written.parallel.schedule_file) == ("custom", str(file))
     wanted, got = arrange(planned).tables, arrange(written).tables
     assert all(map(np.array_equal, *map(jax.tree.leaves, (wanted.columns, got.columns))))
+
+
+def test_a_loop_of_one_schedule_does_not_exclude_others(tmp_path, capsys):
+    """DualPipe pairs layers, which a loop of `parallel.unroll_layers` cannot."""
+    file, how = tmp_path / "orders.csv", [*SIZES, "parallel.unroll_layers=1"]
+    words = [str(SMALL), *how, "--device", "h100", "--show", "dualpipev", "--write", str(file)]
+    assert main(words) == 0
+    said = capsys.readouterr().err.partition("to run it: ")[2].split()
+    assert "parallel.unroll_layers=0" in said
+    resolve(configs.load(SMALL, [*how, *said]))
+
+
+def test_schedules_whose_steps_cannot_overlap_are_no_candidates():
+    config = configs.load(SMALL, [*SIZES, "train.fused_steps=2", "train.spike_sigma=6"])
+    seconds, devices = analytic(config, Hardware()), Devices.planned(config)
+    arrange_variant(config, devices, ScheduleVariant("dualpipe"), seconds)
+    with pytest.raises(ScheduleError, match="spike_sigma=6.0: ranks update before"):
+        arrange_variant(config, devices, ScheduleVariant("zb_h1"), seconds)
 
 
 @pytest.mark.parametrize(

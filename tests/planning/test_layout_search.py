@@ -14,7 +14,7 @@ from jaxpipe.planning import Hardware, estimate
 from jaxpipe.planning.bounds import ScheduleFacts, least_residuals, least_seconds
 from jaxpipe.planning.layout_search import LayoutSearch
 from jaxpipe.planning.memory import layout_of, rank_bytes
-from jaxpipe.planning.resolve import arrange
+from jaxpipe.planning.resolve import arrange, resolve
 from jaxpipe.planning.search_table import time_parts
 from jaxpipe.planning.space import SearchSpace
 from jaxpipe.schedule import Costs, build, lower
@@ -120,6 +120,21 @@ def test_what_is_written_is_planned_alike(tmp_path, capsys):
     assert own["bytes"] == best[0]["bytes"]
     tokens = configs.load(SMALL).tokens_per_step
     assert configs.load(file).tokens_per_step == tokens
+
+
+@pytest.mark.extended
+def test_what_is_written_runs_without_a_loop_that_it_excludes(tmp_path):
+    looped, file = tmp_path / "looped.toml", tmp_path / "best.toml"
+    looped.write_text(SMALL.read_text().replace("[parallel]", "[parallel]\nunroll_layers = 1"))
+    words = ["--search", "--devices", "2", "--device", "h100", "--write", str(file)]
+    words += ["parallel.pp=2", "parallel.tp=1", "parallel.cp=1", "model.n_layers=8"]
+    words += ["parallel.schedule=dualpipev", "train.microbatch_size=1"]
+    assert main([str(looped), *words]) == 0
+    assert configs.load(file).parallel.unroll_layers == 0
+    resolve(configs.load(file))
+    assert main([str(looped), *words, "parallel.unroll_layers=1"]) == 0  # which is fixed
+    assert configs.load(file).parallel.unroll_layers == 1
+    resolve(configs.load(file))
 
 
 def test_parts_say_what_they_are_for():
