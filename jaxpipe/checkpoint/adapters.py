@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from jaxpipe.checkpoint.naming import NamedParameter, list_parameters
@@ -112,7 +113,7 @@ def read_adapters(
     try:
         settings = json.loads((source / SETTINGS).read_text())
         tensors = load_file(source / FILE)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"lora.adapter={str(source)!r} holds no adapters in PEFT's format ({error}): give a "
             f"folder with {SETTINGS} and {FILE}."
@@ -156,6 +157,11 @@ def read_adapters(
 
 
 def _check_expressible(parameter: NamedParameter) -> None:
+    if parameter.has_experts and not parameter.is_stacked:
+        raise ConfigError(
+            f"{parameter.hf_tensor.name} holds all experts of a layer, and PEFT reads no adapters "
+            f"of single experts there: export the merged model, without --adapters."
+        )
     if parameter.hf_tensor.parts > 1:
         raise ConfigError(
             f"{parameter.hf_tensor.name} holds {parameter.hf_tensor.parts} weights there, whose "

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import msgspec
 
 from jaxpipe.checkpoint.exclusion import leaves_by_name
-from jaxpipe.config import Config, ConfigError, first_line
+from jaxpipe.config import Config, ConfigError, LoraConfig, first_line
 from jaxpipe.model import ModelConfig
 from jaxpipe.model.lora import NAME as LORA
 
@@ -49,7 +49,8 @@ def check_same_settings(
     """Raise `ConfigError` where a checkpoint was trained with other settings than `config`.
 
     Compares `[model]` without the fields that may differ and those in `checkpoint.allow_changed`,
-    and `optimizer.name` if moments are read (`with_moments`). A checkpoint of another program,
+    `lora.alpha` of adapters, which no array shows, and `optimizer.name` if moments are read
+    (`with_moments`). A checkpoint of another program,
     without a configuration, is not compared.
     """
     if "config" not in meta:
@@ -74,6 +75,15 @@ def check_same_settings(
             f"set {there.replace(', ', ' ')}, or if the change is meant "
             f"'checkpoint.allow_changed={json.dumps(list(changed))}'."
         )
+    adapters = saved.get("lora", {})
+    if adapters.get("rank") and config.lora.rank:
+        there, here = adapters.get("alpha", LoraConfig().alpha), config.lora.alpha
+        if there != here:
+            raise ConfigError(
+                f"checkpoint {checkpoint} has adapters that were trained with lora.alpha={there} "
+                f"but this configuration has {here}, by which they are scaled: set lora.alpha="
+                f"{there}."
+            )
     _check_optimizer(checkpoint, saved.get("optimizer", {}), meta, config, with_moments)
 
 

@@ -67,6 +67,10 @@ def model_settings(hf_config: dict[str, Any], place: Path) -> dict[str, Any]:
         raise ConfigError(f"{place}/config.json {error}") from error
     if longest := described.get("max_position_embeddings"):
         settings["max_seq_len"] = longest
+    if unknown := [name for name, value in settings.items() if value is None]:
+        raise ConfigError(
+            f"{place}/config.json has null for what is model.{unknown[0]} here: give it a number."
+        )
     defaults = {field.name: field.default for field in msgspec.structs.fields(family.config)}
     needed = {name: value for name, value in settings.items() if value != defaults[name]}
     return {"family": family.name} | needed
@@ -233,9 +237,10 @@ def _check_tensors(
                 f"one of them."
             )
     if form.tied(model) and form.HEAD in unknown:
-        if not np.array_equal(files.read(form.HEAD), files.read(form.EMBED)):
+        (embed,) = (name for name, one in owner.items() if one.path == ("embed_head", "embed"))
+        if not np.array_equal(files.read(form.HEAD), files.read(embed)):
             raise ConfigError(
-                f"{place} has a {form.HEAD} that differs from {form.EMBED} though its config.json "
+                f"{place} has a {form.HEAD} that differs from {embed} though its config.json "
                 f"says tie_word_embeddings: set that to false there and in [model]."
             )
         unknown.remove(form.HEAD)

@@ -30,9 +30,10 @@ def write_config(source: Path, target: Path) -> None:
         "optimizer": {"lr": 1e-5},
         "data": {"source": "file", "path": ""},
     }
+    text = _HEAD.format(source=source) + tomli_w.dumps(tree)
     try:
         with target.open("x") as file:
-            file.write(_HEAD.format(source=source) + tomli_w.dumps(tree))
+            file.write(text)
     except FileExistsError as error:
         raise ConfigError(
             f"{target} exists: give another file as --write-config, or give it as CONFIG."

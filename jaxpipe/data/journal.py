@@ -5,6 +5,7 @@ The journal lists the complete shards, so that a killed run can continue.
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import BinaryIO
 import msgspec
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.manifest import JOURNAL, HistogramBin, ShardEntry
+from jaxpipe.data.manifest import JOURNAL, MANIFEST, HistogramBin, ShardEntry
 from jaxpipe.data.writing import replace_atomically
+
+_SHARD = re.compile(r"\d{6,}\.(bin|idx|mask)")
+_UNFINISHED = re.compile(r"(.+)\.[0-9a-f]{32}\.tmp")  # see `replace_atomically`
 
 
 class PieceResult(msgspec.Struct, frozen=True):
@@ -56,13 +60,13 @@ def open_journal(
     """Open the journal for appending; also yields the pieces that it lists, by number.
 
     The journal is deleted when the body succeeds. After a `ConfigError` without any shard all files
-    of the folder are deleted.
+    that were written here are deleted.
     """
     done = {d.piece: d for d in _read_journal(folder) if d.piece < len(keys)}
     done = {n: d for n, d in done.items() if d.key == keys[n] and (skip_bad or not d.bad)}
     whole = {f"{number:06d}" for number in done}
     for file in folder.iterdir():
-        if file.suffix == ".tmp" or (file.stem.isdecimal() and file.stem not in whole):
+        if is_unfinished(file) or (_SHARD.fullmatch(file.name) and file.stem not in whole):
             file.unlink(missing_ok=True)  # a worker of a killed run may remove its own file first
     with replace_atomically(folder / JOURNAL) as file:
         file.writelines(msgspec.json.encode(one) + b"\n" for one in done.values())
@@ -72,9 +76,16 @@ def open_journal(
         except ConfigError:
             if not any(one.shard for one in done.values()):
                 for path in folder.iterdir():
-                    path.unlink(missing_ok=True)
+                    if is_unfinished(path) or _SHARD.fullmatch(path.name) or path.name == JOURNAL:
+                        path.unlink(missing_ok=True)
             raise
     (folder / JOURNAL).unlink()
+
+
+def is_unfinished(file: Path) -> bool:
+    """Whether a killed run has left this file of a folder in the middle of writing it."""
+    name = _UNFINISHED.fullmatch(file.name)
+    return bool(name) and bool(_SHARD.fullmatch(name[1]) or name[1] in (JOURNAL, MANIFEST))
 
 
 def _read_journal(folder: Path) -> Iterator[PieceResult]:

@@ -103,8 +103,9 @@ def open_parquet(path: Path) -> ParquetShard:
         next(
             chunk
             for index in range(metadata.num_columns)
-            if (chunk := metadata.row_group(number).column(index)).path_in_schema.split(".")[0]
-            == column
+            if (chunk := metadata.row_group(number).column(index)).path_in_schema.startswith(
+                f"{column}."
+            )
         )
         for number in range(metadata.num_row_groups)
     ]

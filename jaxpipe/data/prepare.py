@@ -25,7 +25,7 @@ from jaxpipe.data.chat_templates import (
     find_end_of_turn,
     load_chat_template,
 )
-from jaxpipe.data.journal import PieceResult, lock_folder, open_journal
+from jaxpipe.data.journal import PieceResult, is_unfinished, lock_folder, open_journal
 from jaxpipe.data.manifest import (
     JOURNAL,
     MANIFEST,
@@ -272,7 +272,7 @@ def _read_finished(folder: Path, origin: str) -> FolderManifest | None:
     if (manifest := read_manifest(folder)) and manifest.origin == origin:
         (folder / JOURNAL).unlink(missing_ok=True)
         return manifest
-    if manifest or any(file.suffix != ".tmp" for file in folder.iterdir()):
+    if manifest or not all(map(is_unfinished, folder.iterdir())):
         raise ConfigError(
             f"{folder} already holds what was prepared of others: remove it, or give another --out."
             if manifest

@@ -112,10 +112,10 @@ def of_text(theirs: Mapping[str, Any]) -> dict[str, Any]:
 def sizes(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> dict[str, Any]:
     """Sizes by our names, for fields that have no default.
 
-    `ours` maps Hugging Face's names to ours. Raises `ValueError` where a field is missing.
+    `ours` maps Hugging Face's names to ours. Raises `ValueError` where a field is missing or null.
     """
     for name in ours:
-        if name not in theirs:
+        if theirs.get(name) is None:
             raise ValueError(
                 f"has no {name}, which has no default: add it, or take the whole file."
             )

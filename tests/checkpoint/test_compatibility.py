@@ -119,6 +119,17 @@ def test_the_average_of_schedule_free_is_not_lost():
         check_same_settings(Path("c"), meta, config, with_moments=False)
 
 
+def test_adapters_are_scaled_as_they_were_trained():
+    config, other = (
+        configs.load(SMALL, ["lora.rank=2", f"lora.alpha={alpha}"]) for alpha in (32.0, 16.0)
+    )
+    meta = {"config": configs.to_toml(config)}
+    check_same_settings(Path("c"), meta, config, with_moments=True)
+    check_same_settings(Path("c"), meta, configs.load(SMALL), with_moments=True)
+    with pytest.raises(ConfigError, match=r"lora.alpha=32.0 but .* has 16.0.*set lora.alpha=32.0"):
+        check_same_settings(Path("c"), meta, other, with_moments=True)
+
+
 def test_a_length_that_chooses_factors_is_compared():
     factors = {"rope_short_factors": (1.0,) * 4, "rope_long_factors": (2.0,) * 4}
     sizes = {"n_layers": 2, "d_model": 16, "vocab_size": 64, "n_heads": 2, "d_ff": 48,

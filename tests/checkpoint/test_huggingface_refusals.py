@@ -46,6 +46,11 @@ CONFIG_CHANGES = {
             "original_max_position_embeddings": 8192,
         }
     },
+    "has rope_parameters=.* and rope_scaling=.*, which differ: put all fields into one": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    },
+    "has no num_hidden_layers, which has no default": {"num_hidden_layers": None},
     "scales its rotary positions .rope_type 'su'": {"rope_scaling": {"type": "su"}},
     "has no factor in its rope_scaling of the type 'linear'": {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}
@@ -216,6 +221,10 @@ def test_a_tied_head_may_be_held_twice_but_not_differ(tmp_path):
     twice = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
     step = import_huggingface(write_model(tmp_path / "1", QWEN3, twice), QWEN3, tmp_path / "c1", {})
     assert_same_bytes(all_tensors(export(step, QWEN3, tmp_path / "out")), tensors)
+    bare = {name.removeprefix("model."): tensor for name, tensor in twice.items()}
+    source = write_model(tmp_path / "bare", QWEN3, bare)
+    step = import_huggingface(source, QWEN3, tmp_path / "c", {})
+    assert_same_bytes(all_tensors(export(step, QWEN3, tmp_path / "out2")), tensors)
     other = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
     source = write_model(tmp_path / "2", QWEN3, other)
     with pytest.raises(ConfigError, match="lm_head.weight that differs from model.embed_tokens"):

@@ -67,6 +67,13 @@ def test_parquet_is_read_by_its_lists(tmp_path: Path) -> None:
     assert (plain(train), plain(heldout)) == (flat(DOCUMENTS)[:2], flat(DOCUMENTS)[2:])
 
 
+def test_parquet_of_a_flattened_struct_is_read(tmp_path: Path) -> None:
+    ids = pyarrow.array(flat(DOCUMENTS), pyarrow.list_(pyarrow.int32()))
+    table = pyarrow.table({"data.ids": ids, "data.other": range(len(ids))})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert plain(open_documents(str(tmp_path / "a.parquet"), 13)) == flat(DOCUMENTS)
+
+
 def test_parquet_without_statistics_must_have_full_lists(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", [[1, 2], [3]], write_statistics=False)
     assert plain(open_documents(str(tmp_path), 13)) == [[1, 2], [3]]

@@ -94,6 +94,20 @@ def test_a_folder_belongs_to_its_inputs(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    path, mine = write_texts(tmp_path / "a.jsonl", TEXTS, "a"), tmp_path / "out" / "mine.tmp"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    with pytest.raises(ConfigError, match=r"already holds other files: give another --out"):
+        prepared([path], tmp_path / "out")
+    (tmp_path / "out" / "unfinished.jsonl").write_text("")  # of a run that was killed
+    path.write_bytes(b"[]")
+    with pytest.raises(ConfigError, match=r"line 1, is no document"):
+        prepared([path], tmp_path / "out")
+    assert [*mine.parent.iterdir()] == [mine]
+
+
+@pytest.mark.usefixtures("in_process")
 def test_pieces_that_are_done_stay_when_a_line_is_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,6 +184,16 @@ def test_adapters_appear_only_when_they_are_complete(tmp_path):
     assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".safetensors"]
 
 
+def test_adapters_of_experts_in_one_tensor_are_not_exported(tmp_path):
+    config = configs.load(
+        SMALL, ["model.preset=gpt_oss_20b", "lora.rank=3", 'lora.targets=["expert_down"]']
+    )
+    has = lambda path: path[-2:] == ("w_down", "a")  # noqa: E731
+    with pytest.raises(ConfigError, match="holds all experts of a layer, and PEFT reads no adapt"):
+        export_adapters(lambda paths: [], has, config.model, config.lora, tmp_path / "peft")
+    assert not (tmp_path / "peft").exists()
+
+
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_the_plan_counts_no_gradient_of_frozen_parameters(zero_stage):
     overrides = [*LORA, f"parallel.zero_stage={zero_stage}", "train.compute_dtype=bfloat16"]
@@ -214,8 +224,8 @@ def test_refusals(overrides, sentence):
         check_settings(configs.load(SMALL, list(overrides)))
 
 
-def write_adapters(folder, width=32, layers=(0, 1, 2, 3), **settings):
-    """Write adapters of the queries, of rank 3, as PEFT does."""
+def write_adapters(folder, width=32, layers=(0, 1, 2, 3), content=b"", **settings):
+    """Write adapters of the queries, of rank 3, as PEFT does, or a file with that content."""
     (folder / "adapter_config.json").write_text(json.dumps({"r": 3, "lora_alpha": 6.0} | settings))
     shapes = {"lora_A": (3, width), "lora_B": (width, 3)}
     tensors = {
@@ -226,6 +236,8 @@ def write_adapters(folder, width=32, layers=(0, 1, 2, 3), **settings):
         for name, shape in shapes.items()
     }
     save_file(tensors, folder / "adapter_model.safetensors")
+    if content:
+        (folder / "adapter_model.safetensors").write_bytes(content)
 
 
 @pytest.mark.extended
@@ -247,6 +259,10 @@ def test_adapters_need_a_trained_model(tmp_path, capsys):
         ({"layers": (0, 1, 3)}, "has no base_model.model.model.layers.2.self_attn.q_proj.lora_A"),
         ({"layers": range(5)}, "also has base_model.model.model.layers.4.self_attn.q_proj.lora_A"),
         ({"width": 48}, r"is of another model: lora/attn/wq/a has shape \(48, 3\) there"),
+        (
+            {"content": b"version https://git-lfs"},
+            r"holds no adapters in PEFT's format \(Error whi",
+        ),
     ],
 )
 def test_adapters_of_another_model_are_refused(tmp_path, capsys, written, sentence):

@@ -37,8 +37,25 @@ _NOT_WRITTEN = ("rope_truncate", "rope_attention_factor", "rope_mscale", "rope_m
 
 
 def rope_fields(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields of `rope_parameters` or `rope_scaling`; empty if there are none."""
-    return theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    """The fields of `rope_parameters` or `rope_scaling`; empty if there are none.
+
+    Raises `ValueError`, with the end of a sentence that begins with the file, where both differ:
+    transformers 5 would take the older name, and lose a `rope_theta` of the other.
+    """
+    now, before = theirs.get("rope_parameters"), theirs.get("rope_scaling")
+    if (
+        now
+        and before
+        and any(
+            now.get("rope_type" if name == "type" else name) != value
+            for name, value in before.items()
+        )
+    ):
+        raise ValueError(
+            f"has rope_parameters={now} and rope_scaling={before}, which differ: put all fields "
+            f"into one of them, and remove the other."
+        )
+    return now or before or {}
 
 
 def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
