@@ -161,6 +161,11 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     """
     if record_routes:
         check_recording(config, processes.started())
+    if only_seed and processes.started() > 1:
+        raise ConfigError(
+            f"--seed-checkpoint in {processes.started()} processes: one device makes the state, so "
+            f"start one process for it, and then the run in all of them."
+        )
     check_settings(config)
     check_data_given(config)
     position.enter("devices")

@@ -10,7 +10,7 @@ replicas, L tokens.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
 
 import grain
@@ -225,6 +225,16 @@ class DataSplit:
         if position < len(self.order):
             return sample
         return sample | {"targets": np.full_like(sample["targets"], PADDING["targets"])}
+
+
+def join_batches(batches: Iterator[Batch], steps: int) -> Batch:
+    """The batches of the next `steps` steps, concatenated along the microbatches."""
+    first, *others = islice(batches, steps)
+    if not others:
+        return first
+    return {
+        name: np.concatenate([leaf, *(o[name] for o in others)]) for name, leaf in first.items()
+    }
 
 
 def _pad_sample(sample: Sample, length: int) -> Sample:

@@ -62,6 +62,7 @@ _READ_WITH = {  # settings that nothing reads unless another one is set, or has 
     "train.evaluate_every": (
         "train.evaluate_limit", "train.evaluate_include_path", "train.evaluate_tokenizer",
     ),
+    "train.variable_length=False": ("runtime.programs",),
     "log.profile_start": ("log.profile_steps",),
     "debug.print_messages": ("debug.ticks", "debug.pp_ranks"),
 }  # fmt: skip
@@ -82,6 +83,8 @@ def _check_unread(config: Config) -> None:
 
     `train.evaluate_limit`, `train.evaluate_include_path` and `train.evaluate_tokenizer` need
     `train.evaluate_every`.
+
+    `runtime.programs` needs `train.variable_length=False`.
 
     `log.profile_steps` needs `log.profile_start`.
 

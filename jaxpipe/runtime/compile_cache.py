@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxpipe.config import ConfigError
+from jaxpipe.runtime.storage import user_cache
 
 if TYPE_CHECKING:
     from jaxpipe.runtime.program_store import StoredProgram
@@ -40,11 +41,13 @@ def use_compile_cache(setting: str) -> None:
     """
     if not setting or _VARIABLE in os.environ:
         return
-    directory = _default_directory() if setting == "auto" else Path(setting)
     try:
+        directory = _default_directory() if setting == "auto" else Path(setting)
         directory.mkdir(parents=True, exist_ok=True)
         if setting == "auto":
             _remove_old(directory)
+    except ConfigError:
+        return  # no home
     except OSError as error:
         if setting == "auto":
             return  # a home that cannot be written, as in some containers
@@ -114,8 +117,7 @@ def _default_directory() -> Path:
 
     Host code compiled for one processor may crash on another that shares the user's home.
     """
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "jaxpipe" / f"programs-{processor()}"
+    return user_cache() / f"programs-{processor()}"
 
 
 def processor() -> str:

@@ -2,6 +2,8 @@
 
 import os
 
+from jaxpipe.config import ConfigError
+
 GPU_MEMORY_SHARE = "0.92"  # share of a GPU's memory that jax allocates; jax's default is 0.75
 
 
@@ -21,13 +23,19 @@ def use_gpu_memory() -> None:
 def use_cpu_devices(count: int) -> None:
     """Make jax see `count` virtual CPU devices, on any number of cores.
 
-    Call it before jax is first used; afterwards it raises jax's `RuntimeError`. XLA sizes its
-    thread pool by NPROC: with fewer threads than devices, collectives can starve each other and
-    hang (jax 0.10.2 on 2 cores). A device may wait for a slow neighbour much longer than XLA's
-    default limit of 40 seconds, so the limit is raised to ten minutes.
+    Call it before jax is first used; afterwards it raises jax's `RuntimeError`. It raises
+    `ConfigError` where NPROC is no number: XLA sizes its thread pool by it, since with fewer
+    threads than devices collectives can starve each other and hang (jax 0.10.2 on 2 cores). A
+    device may wait for a slow neighbour much longer than XLA's default limit of 40 seconds, so the
+    limit is raised to ten minutes.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("NPROC", str(max(2 * count, os.cpu_count() or 1)))
+    threads = os.environ.setdefault("NPROC", str(max(2 * count, os.cpu_count() or 1)))
+    if not threads.isdecimal() or not int(threads):
+        raise ConfigError(
+            f"NPROC={threads} is no number of threads, which XLA reads it as: unset it, or set it "
+            f"to at least {2 * count}."
+        )
     limit = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {limit}".strip()
     import jax

@@ -119,6 +119,12 @@ def seconds_by_phase() -> dict[str, float]:
     return {phase: every[phase] for phase in PHASES if phase in every}
 
 
+def describe_start(seconds: dict[str, float]) -> str:
+    """The message on the time from the command to the end of the first step, by phase [s]."""
+    listed = ", ".join(f"{phase} {duration:.1f}" for phase, duration in seconds.items())
+    return f"first step after {sum(seconds.values()):.1f} s: {listed}"
+
+
 def limit(timeout: Timeout, phase: str) -> float:
     """The time [s] after which a phase counts as stuck, with this `runtime.hang_timeout`."""
     about = PHASES[phase]

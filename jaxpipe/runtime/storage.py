@@ -275,10 +275,17 @@ def digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
+def user_cache() -> Path:
+    """jaxpipe's folder in the user's cache directory; `ConfigError` where the user has no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpipe"
+    except RuntimeError as error:
+        raise ConfigError("the user has no home directory: set XDG_CACHE_HOME.") from error
+
+
 def cache_folder(name: str) -> Path:
     """A folder of the user's cache directory, which is created."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(cache) / "jaxpipe" / name
+    folder = user_cache() / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterable
 from importlib.metadata import distribution, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -61,6 +62,7 @@ def inputs_of_programs(plan: RunPlan) -> str:
     if not own or local or is_custom(config.optimizer.name) or is_custom(config.train.loss):
         return ""
     installed = sorted(path.name for part in sys.path for path in Path(part).glob("*.dist-info"))
+    installed += map(_describe_files, _PACKAGES)
     anywhere = structs.replace(config, run=RunConfig())
     return f"{programs_of(anywhere)} {_digest_of(plan, anywhere)} {installed}"
 
@@ -73,6 +75,15 @@ def results_of(plan: RunPlan, data: RunData) -> dict[str, str]:
         "the layers of each stage": str(plan.layers),
         "the schedule and its plan": f"{plan.schedule.name} ({_digest_of(plan, plan.config)})",
     }
+
+
+def _describe_files(package: str) -> str:
+    """Where a package is imported from, and what changes there if a file is edited."""
+    spec = find_spec(package.replace("-", "."))
+    folder = Path(spec.origin).parent if spec and spec.origin else Path()
+    stats = [path.stat() for path in folder.rglob("*.py")]
+    newest = max((stat.st_mtime_ns for stat in stats), default=0)
+    return f"{folder} {len(stats)} {sum(stat.st_size for stat in stats)} {newest}"
 
 
 def _digest_of(plan: RunPlan, config: Config) -> str:

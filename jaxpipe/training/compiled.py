@@ -40,6 +40,7 @@ class CompiledSteps:
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
         self._looked = 0  # data position up to which lengths have been looked up
         self._met: dict[Any, Any] = {}  # programs that all processes have compiled, by key
+        self._ready: set[Any] = set()  # keys of `_programs` that all processes have compiled
 
     def __enter__(self) -> "CompiledSteps":
         return self
@@ -106,14 +107,18 @@ class CompiledSteps:
         return load_program(Path(directory), key, lowered, devices, options)
 
     def _program(self, name: str, state: State, batch: Tree) -> Any:
-        """The program for the batch's shape; waits until it is compiled."""
+        """The program for the batch's shape; waits until all processes have compiled it."""
         if not self._varies:
             return self._compiled_by_all(name, getattr(self._trainer, name), state, batch)
         parallel = self._trainer.config.parallel
         rows, _, length = batch["inputs"].shape
         whole, phase = length * parallel.rows_per_sequence, position.now.phase
         position.enter("compile")
-        program = self._ask(name, rows // parallel.slices, whole).result()
+        key = name, rows // parallel.slices, whole
+        program = self._ask(*key).result()
+        if key not in self._ready:
+            processes.largest(0)
+            self._ready.add(key)
         position.enter(phase)
         return program
 
@@ -123,7 +128,7 @@ class CompiledSteps:
         if key not in self._programs:
             self._programs[key] = self._compiler.submit(self._compile, *key)
             if len(self._programs) > _KEPT:
-                self._programs.popitem(last=False)
+                self._ready.discard(self._programs.popitem(last=False)[0])
         self._programs.move_to_end(key)
         return self._programs[key]
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from jaxpipe.checkpoint import CheckpointStore
-from jaxpipe.data.batches import DocumentLengths
+from jaxpipe.config import ConfigError
+from jaxpipe.data.batches import DocumentLengths, join_batches
 from jaxpipe.data.sources import RunData
 from jaxpipe.runtime import position, processes
 from jaxpipe.runtime.spool import Spool
@@ -106,7 +105,7 @@ class TrainLoop:
                 started = time.perf_counter()
                 position.enter("data", program.start)
                 with _timed(spent, "data_seconds"):
-                    batch = trainer.put(_joined(batches, len(program)), seen.samples)
+                    batch = trainer.put(join_batches(batches, len(program)), seen.samples)
                 if wrong := self._check(program.start, state, batch):
                     return self._log_all_but(0, unread, state) or self._stop_at_corruption(wrong)
                 was_interrupted |= self.corruption.is_due(program.start)
@@ -197,12 +196,12 @@ class TrainLoop:
             if self._runs_tasks_at(dispatched.step) and not stops:
                 position.enter("tasks", dispatched.step)
                 with _timed(values, "evaluate_seconds"):
-                    values |= self.tasks(state)
+                    values |= self._run_tasks(dispatched, state)
             if self.log:
                 taken = {f"start_{phase}_seconds": seconds for phase, seconds in start.items()}
                 self.log.write(dispatched.step, values | taken)
             if start:
-                self.progress.say(_start_words(start))
+                self.progress.say(position.describe_start(start))
             self.progress.update(dispatched.step, values, first=dispatched.first)
             if stops:
                 return Failure(state, dispatched, values)
@@ -219,6 +218,16 @@ class TrainLoop:
                     f"{spikes} in a row of at most train.spike_limit={train.spike_limit}"
                 )
         return None
+
+    def _run_tasks(self, dispatched: Dispatched, state: State) -> dict[str, float]:
+        """The metrics of the tasks; if they fail, the state is saved before the run ends."""
+        try:
+            return self.tasks(state)
+        except Exception as error:
+            if isinstance(error, ConfigError) or not processes.several():  # it fails in all
+                self._save(dispatched.step, state, dispatched.after)
+                self.checkpoints.is_written(dispatched.step)
+            raise
 
     def _see(self, seen: DataPosition) -> tuple[DataPosition, DocumentLengths | None]:
         """The data position after the next step, and the contents of that step."""
@@ -251,6 +260,8 @@ class TrainLoop:
                 f"same command goes on from the newest checkpoint there"
             )
             return 4
+        if code == 1:
+            self.progress.say(f"the parameters of step {step} are saved")
         if code == 0:
             self.checkpoints.clear_local()
             self.progress.say(self._closing_words(step))
@@ -308,32 +319,19 @@ class TrainLoop:
         return EXIT_CODE
 
     def _stop(self, failed: Failure) -> int:
-        """Save the state before the step, which later steps left unchanged; return 1."""
+        """Save the state before the step, which later steps left unchanged.
+
+        Returns 1, or 4 if the state could not be saved.
+        """
         dispatched, step = failed.dispatched, failed.step
         state = failed.state._replace(guard=failed.state.guard.ready())
         self._save(step - 1, state, dispatched.before)
         self.progress.say(
             f"error: {failed.reason(self.trainer.config.train)}, samples "
             f"{dispatched.before.position}..{dispatched.after.position - 1} of the training order: "
-            f"stopped before the update; the parameters of step {step - 1} are saved."
+            f"stopped before the update of step {step}"
         )
-        return 1
-
-
-def _start_words(start: dict[str, float]) -> str:
-    """The message on the time from the command to the end of the first step, by phase [s]."""
-    listed = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in start.items())
-    return f"first step after {sum(start.values()):.1f} s: {listed}"
-
-
-def _joined(batches: Iterator[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """The batches of the next `steps` steps, concatenated along the microbatches."""
-    first, *others = itertools.islice(batches, steps)
-    if not others:
-        return first
-    return {
-        name: np.concatenate([leaf, *(o[name] for o in others)]) for name, leaf in first.items()
-    }
+        return self._end(1, step - 1)
 
 
 @contextlib.contextmanager

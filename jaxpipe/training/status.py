@@ -8,6 +8,7 @@ from typing import Any
 from jaxpipe.checkpoint.listing import list_steps
 from jaxpipe.config import ConfigError
 from jaxpipe.runtime.storage import AnyPath, open_path, size_of
+from jaxpipe.runtime.storage_errors import as_os_errors, describe
 from jaxpipe.runtime.verdict import Report
 from jaxpipe.runtime.watchdog import FILES, STACKS, reports_in
 
@@ -30,8 +31,14 @@ def status(run_dir: str) -> str:
 
 
 def check_directory(directory: AnyPath) -> None:
-    """Raise `ConfigError` if the directory is not that of a run."""
-    if not (directory / "config.toml").exists() and not (directory / FILES).is_dir():
+    """Raise `ConfigError` if the directory is not that of a run, or cannot be read."""
+    try:
+        with as_os_errors():
+            is_run = (directory / "config.toml").exists() or (directory / FILES).is_dir()
+    except OSError as error:
+        reason = f"{directory} cannot be read ({error.strerror}): give a run.dir that you may read."
+        raise ConfigError(describe(error, str(directory), reason)) from error
+    if not is_run:
         raise ConfigError(f"{directory} is no directory of a run: give the run.dir of one.")
 
 
@@ -87,7 +94,7 @@ def _saved(directory: AnyPath) -> Iterator[str]:
 def _running(directory: AnyPath) -> Iterator[str]:
     """A line for every process of the newest start."""
     files = sorted((directory / FILES).glob("process-*.json"))
-    reports = list(reports_in([file.read_text() for file in files]))
+    reports = list(reports_in([file.read_text(errors="replace") for file in files]))
     newest = max((report.started for report in reports), default="")
     for report in sorted(reports, key=lambda report: report.process):
         if report.started == newest:

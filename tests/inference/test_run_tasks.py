@@ -9,11 +9,13 @@ from commands import SMALL, metrics
 from several import ends, start_all
 
 from jaxpipe import config as configs
+from jaxpipe.checkpoint.listing import list_steps
 from jaxpipe.config import ConfigError
 from jaxpipe.inference.loaded_model import LoadedModel
 from jaxpipe.inference.saved_model import SavedModel
 from jaxpipe.inference.scoring import Scorer
 from jaxpipe.inference.settings import inference_config
+from jaxpipe.inference.tasks import Tasks
 from jaxpipe.planning import run_checks
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.train import main
@@ -91,6 +93,21 @@ def test_a_run_logs_the_numbers_of_its_checkpoints(tmp_path, monkeypatch, capsys
         scored = Scorer(LoadedModel.load(saved, config)).score(rows)
         want = sum(one.logprobs[-count:].sum() for one, count in zip(scored, ASKED, strict=True))
         np.testing.assert_allclose(logged[step]["tasks/counting/logprob"], want, rtol=1e-5)
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("stand_in")
+def test_a_step_is_saved_where_a_task_fails(tmp_path, monkeypatch, capsys):
+    on_four_devices(monkeypatch)
+
+    def fail(self, model, **_):
+        raise ConfigError("no such metric.")
+
+    monkeypatch.setattr(Tasks, "evaluate", fail)
+    words = [str(SMALL), *RUN, "checkpoint.every=0", 'train.evaluate_tasks=["counting"]']
+    assert main([*words, f"run.dir={tmp_path}/run"]) == 2
+    assert "error: no such metric." in capsys.readouterr().err
+    assert list_steps(tmp_path / "run" / "checkpoints") == [2]
 
 
 @pytest.mark.slow

@@ -235,6 +235,10 @@ def test_load_rejects(overrides, message):
             ["checkpoint.parameters_only=true"],
             "that is 'auto': give its path, or leave parameters_o",
         ),
+        (
+            ["runtime.programs=x", "train.variable_length=true"],
+            "runtime.programs='x' is read only with train.variable_length=False, but",
+        ),
         (["log.profile_steps=5"], "log.profile_steps=5 is read only with log.profile_start, but"),
         (["optimizer.name=schedule_free"], "but optimizer.decay='cosine' and .*decay=constant"),
         (

@@ -11,7 +11,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxpipe.config import ConfigError
 from jaxpipe.runtime.collective_order import most_at_once, why_not_loadable
+from jaxpipe.runtime.environment import use_cpu_devices
 
 
 def ordered(x):
@@ -130,3 +132,10 @@ def test_a_program_is_stored_and_loaded_if_there_are_threads_and_computes_the_sa
     assert "jit_free" in stored()
     assert loaded("4") > loaded("3") > 0
     assert loaded("5") == 0
+
+
+def test_a_number_of_threads_that_is_none_is_refused(monkeypatch):
+    for value in ("auto", "0", "-1"):
+        monkeypatch.setenv("NPROC", value)
+        with pytest.raises(ConfigError, match=f"NPROC={value} is no number of threads"):
+            use_cpu_devices(2)

@@ -4,11 +4,14 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import jax
 import pytest
 
 from jaxpipe.config import ConfigError
 from jaxpipe.runtime.compile_cache import use_compile_cache
+from jaxpipe.runtime.storage import cache_folder
 
 SCRIPT = """
 import sys
@@ -56,3 +59,18 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"runtime\.compile_cache=.*file/folder"):
         use_compile_cache(str(tmp_path / "file" / "folder"))
+
+
+def test_without_a_home_nothing_is_kept(monkeypatch):
+    for name in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    before = jax.config.jax_compilation_cache_dir
+    use_compile_cache("auto")
+    assert jax.config.jax_compilation_cache_dir == before
+    with pytest.raises(ConfigError, match="no home directory: set XDG_CACHE_HOME"):
+        cache_folder("runs")

@@ -1,5 +1,6 @@
 """Programs of a run are found without a trace where everything that they depend on is the same."""
 
+import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from jaxpipe.config import load
 from jaxpipe.planning import Devices, resolve
 from jaxpipe.runtime.compile_cache import compile_timed
 from jaxpipe.runtime.program_store import ProgramStore
+from jaxpipe.training import agreement
 from jaxpipe.training.agreement import inputs_of_programs
 
 
@@ -133,6 +135,21 @@ def test_inputs_change_with_a_package_and_are_unknown_if_its_source_may(
     assert inputs_of_programs(plan_of()) not in ("", before)
     (folder / "direct_url.json").write_text('{"url": "file:///flax", "dir_info": {}}')
     assert inputs_of_programs(plan_of()) == ""
+
+
+def test_inputs_change_with_the_files_of_a_package(own_command, monkeypatch, tmp_path):
+    """Those of a fork on the path, or files that were edited where they are installed."""
+    before, find = inputs_of_programs(plan_of()), agreement.find_spec
+    module = tmp_path / "__init__.py"
+    module.write_text("x = 1")
+    forked = SimpleNamespace(origin=str(module))
+    monkeypatch.setattr(
+        agreement, "find_spec", lambda name: forked if name == "optax" else find(name)
+    )
+    inputs = inputs_of_programs(plan_of())
+    assert inputs == inputs_of_programs(plan_of()) != before
+    os.utime(module, (1, 1))
+    assert inputs_of_programs(plan_of()) not in (inputs, before)
 
 
 def test_inputs_are_unknown_with_functions_of_the_user_and_in_their_process(

@@ -151,13 +151,17 @@ def batch_of(length):
 
 def test_lengths_are_compiled_before_their_steps_and_no_more_than_once(monkeypatch):
     monkeypatch.setattr(compiled, "_KEPT", 3)
+    waits = []  # for the other processes
+    monkeypatch.setattr(compiled.processes, "largest", waits.append)
     trainer, said = Steps(), []
     longest = [5, 20, 20, 33, 5, 70, 90]
     data = SimpleNamespace(
         contents=lambda at, step: DocumentLengths(step, longest[at // step], None)
     )
     with CompiledSteps(trainer, said.append) as steps:
-        assert steps.train_step(None, batch_of(16)) == 16
+        for _ in range(2):
+            assert steps.train_step(None, batch_of(16)) == 16
+        assert len(waits) == 1
         steps.look_ahead(data, 0, left=4)
         assert steps.train_step(None, batch_of(32)) == 32
         steps.look_ahead(data, 4, left=3)
@@ -169,6 +173,7 @@ def test_lengths_are_compiled_before_their_steps_and_no_more_than_once(monkeypat
         assert steps.eval_step(None, batch_of(96)) == 96
         assert steps.train_step(None, batch_of(32)) == 32  # only three of the five are kept
     assert trainer.compiled == [16, 32, 48, 80, 96, 96, 32]
+    assert len(waits) == len(trainer.compiled) - 1  # 80 did not run
     assert threading.current_thread() not in trainer.threads
     assert len(trainer.threads) == 1
     assert said_to_be_compiled(said[0]) == [("train_step", "16")]

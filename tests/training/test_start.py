@@ -214,3 +214,10 @@ def test_bad_places_are_one_sentence(tmp_path, run, resume, sentence, capsys):
     assert sentence in error
     assert error.count("\n") == 1
     assert not list((new / "checkpoints").iterdir())
+
+
+def test_a_seed_is_made_by_one_process(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train.processes, "started", lambda: 2)
+    assert train.main([SMALL, f"run.dir={tmp_path / 'run'}", "--seed-checkpoint"]) == 2
+    assert "--seed-checkpoint in 2 processes: one device makes" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

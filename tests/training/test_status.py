@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from commands import SMALL, start, train_command
 from several import start_all, wait_for_step
 
 from jaxpipe import train
+from jaxpipe.config import ConfigError
 from jaxpipe.training.status import status
 
 SIZES = ["parallel.pp=2", "parallel.dp=1", "train.eval_every=0", "log.tensorboard=false"]
@@ -70,6 +72,19 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"error: {tmp_path} is no directory of a run")
+
+
+def test_a_run_that_cannot_be_read(monkeypatch):
+    errors = [PermissionError(13, "Permission denied"), OSError(113, "No route to host")]
+
+    def fail(self):
+        raise errors[0]
+
+    monkeypatch.setattr(Path, "exists", fail)
+    for sentence in ("/run cannot be read .Permission denied.: give", "/run does not answer"):
+        with pytest.raises(ConfigError, match=sentence):
+            status("/run")
+        errors.pop(0)
 
 
 def test_a_run_whose_last_loss_is_not_finite(tmp_path):

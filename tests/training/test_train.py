@@ -171,8 +171,14 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path, uninterrupted):
 
 
 @pytest.mark.extended
-def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path, capsys):
+def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path, monkeypatch, capsys):
     explode = ["optimizer.lr=1e18", "optimizer.clip_norm=0", "optimizer.warmup_steps=0"]
+    with monkeypatch.context() as patch:  # as on a full disk
+        patch.setattr(CheckpointStore, "save", lambda *_: None)
+        assert train.main([str(SMALL), f"run.dir={tmp_path / 'full'}", *explode]) == 4
+        said = " ".join(capsys.readouterr().out.split())
+        assert "is not saved in" in said
+        assert "are saved" not in said
     assert train.main([str(SMALL), f"run.dir={tmp_path}", *explode]) == 1
     logged = metrics(tmp_path)
     last = max(logged)
@@ -180,6 +186,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     first = (last - 1) * 8
     assert f"at step {last}, samples {first}..{first + 7} of the training order" in said
+    assert f"the parameters of step {last - 1} are saved" in said
     state, meta = restored(tmp_path)
     assert (int(state["step"]), meta["position"]) == (last - 1, first)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
