@@ -55,6 +55,11 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--seed {arguments.seed}: give an integer of 64 bits.")
     if not 0 < arguments.top_p <= 1:
         raise ConfigError(f"--top-p {arguments.top_p}: give a share above 0 and at most 1.")
+    if arguments.top_p < 1 and not arguments.temperature:
+        raise ConfigError(
+            f"--top-p {arguments.top_p} with --temperature 0, which takes the most likely token: "
+            f"give a --temperature above 0, or leave --top-p out."
+        )
 
 
 def generate(arguments: argparse.Namespace) -> None:

@@ -186,8 +186,8 @@ def _check_names(tree: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
                 near = _nearest_key(name, key, sections)
                 meant = f"did you mean {near}? " if near else ""
                 raise ConfigError(
-                    f"unknown key {name}.{key}: {meant}To list all keys, give --print-config "
-                    f"without it."
+                    f"unknown key {name}.{key}: {meant}`python -m jaxpipe.train CONFIG "
+                    f"--print-config` lists all keys."
                 )
 
 

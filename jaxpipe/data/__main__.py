@@ -146,12 +146,14 @@ def _prepare(arguments: argparse.Namespace) -> None:
             f"{error.filename or arguments.out} cannot be written ({error.strerror}): make room "
             f"there, or give another --out."
         ) from error
+    pairs = f"; `python -m jaxpipe.score MODEL {arguments.out}` comes first, and train.loss=dpo"
     print(
         f"{manifest.documents:,} documents, {manifest.tokens:,} tokens in {len(manifest.shards)} "
         f"shards in {arguments.out} ({readable_bytes(size)}); left out: {manifest.empty:,} without "
         f"text, {manifest.unlearned:,} in which nothing counts, {manifest.bad_lines:,} that cannot "
         f"be read; to train on them: data.source=file "
         f"data.path={arguments.out}, and model.vocab_size={manifest.tokenizer.vocab_size} or more"
+        f"{pairs * arguments.pairs}"
     )
 
 

@@ -256,6 +256,8 @@ def _read_value(record: dict[str, Any], name: str) -> Any:
         if value is None:
             return None  # the enclosing struct is null
         if not isinstance(value, dict) or part not in value:
+            if {"chosen", "rejected"} <= record.keys():
+                raise ValueError("it is a pair of answers, which --pairs reads")
             others = ", ".join(map(repr, record)) or "none"
             raise ValueError(f"it has no field {name!r}, but {others}")
         value = value[part]

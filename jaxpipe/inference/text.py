@@ -102,7 +102,8 @@ def chat_prompt(saved: SavedModel, given: str, message: str) -> str:
         if not given:
             saved.serving.write(Path(folder))
         name = given or str(Path(folder) / TOKENIZER)
-        if find_chat_template(name) is None:
+        has_tokenizer = given or TOKENIZER in saved.serving.files
+        if not has_tokenizer or find_chat_template(name) is None:
             raise ConfigError(
                 f"{given or saved.place} has no chat template: give --tokenizer a directory that "
                 f"has one, or leave out --chat."

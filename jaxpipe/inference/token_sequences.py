@@ -34,8 +34,8 @@ def read_sequences(path: Path) -> list[np.ndarray]:
     for number, row in enumerate(rows):
         if row.ndim != 1 or not row.size or not np.issubdtype(row.dtype, np.integer):
             raise ConfigError(
-                f"sequence {number} of {path} is {row.dtype}{list(row.shape)}, but must be one or "
-                f"more integers: give a .npy of integers [N, L], or a .jsonl with a list on each "
+                f"sequence {number} of {path}, counted from 0, is no list of one or more integers: "
+                f"give a .npy of integers [N, L], or a .jsonl with a list on each "
                 f"line."
             )
     if not rows:

@@ -1,5 +1,6 @@
 """Data sheets of devices by name, and properties of the devices and memory of this machine."""
 
+import logging
 import os
 import re
 from typing import NamedTuple
@@ -48,6 +49,7 @@ def check_devices() -> None:
     """
     import jax
 
+    logging.getLogger("jax._src.xla_bridge").addFilter(_shorten)
     try:
         jax.devices()
     except jax.errors.JaxRuntimeError:
@@ -59,6 +61,14 @@ def check_devices() -> None:
             f"jax finds no device of {wanted}{reason}: install the driver and jaxpipe[cuda13], "
             f"change JAX_PLATFORMS, or set runtime.cpu_devices to run on CPU."
         ) from error
+
+
+def _shorten(record: logging.LogRecord) -> bool:
+    """Leave out the traceback of a plug-in's error, as of the one for GPUs where there is none."""
+    if record.exc_info:
+        reason = first_line(record.exc_info[1])
+        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {reason}", (), None
+    return True
 
 
 def data_sheet_of(device_kind: str) -> str | None:

@@ -147,7 +147,7 @@ def test_a_run_in_place_of_its_config(tmp_path, capsys):
 
 def test_a_typo_names_the_nearest_key_alone(capsys):
     said = _refused(train, [CONFIG, "train.stepps=3"], capsys)
-    assert "did you mean train.steps? To list all keys, give --print-config" in said
+    assert "did you mean train.steps? `python -m jaxpipe.train CONFIG --print-config`" in said
     assert "eval_every" not in said
     assert "did you mean optimizer.lr?" in _refused(train, [CONFIG, "train.lr=1"], capsys)
     said = _refused(train, [CONFIG, "distributed.pp=2"], capsys)

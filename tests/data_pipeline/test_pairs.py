@@ -96,6 +96,11 @@ def test_records_that_are_no_pair(record, sentence):
         answers_of(record)
 
 
+def test_a_pair_without_the_option_is_named():
+    with pytest.raises(ValueError, match="it is a pair of answers, which --pairs reads"):
+        RecordConverter().documents(RECORDS[0])
+
+
 def test_rows_of_a_pair_stay_together(tmp_path):
     folder = folder_of(tmp_path, RECORDS)
     beside(folder)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,12 +19,15 @@ from several import ends, start_all  # noqa: E402
 from trained_models import MODELS, published  # noqa: E402
 
 from jaxpipe.checkpoint.__main__ import main as checkpoint_command  # noqa: E402
+from jaxpipe.checkpoint.serving import ServingFiles  # noqa: E402
+from jaxpipe.config import ConfigError  # noqa: E402
 from jaxpipe.generate import main  # noqa: E402
 from jaxpipe.inference.generation import Generator  # noqa: E402
 from jaxpipe.inference.loaded_model import LoadedModel  # noqa: E402
 from jaxpipe.inference.sampling import GREEDY, Sampling  # noqa: E402
 from jaxpipe.inference.saved_model import SavedModel  # noqa: E402
 from jaxpipe.inference.settings import inference_config  # noqa: E402
+from jaxpipe.inference.text import chat_prompt  # noqa: E402
 
 
 def generator(directory, *overrides, sampling=GREEDY):
@@ -189,6 +193,7 @@ def test_a_chat_model_replies_as_in_transformers(tmp_path, capsys):
             "from whole sequences, but",
         ),
         (["--prompt", "!", "--top-p", "0"], "--top-p 0.0: give a share"),
+        (["--prompt", "!", "--top-p", "0.9"], "--top-p 0.9 with --temperature 0, which takes the"),
         (["--prompt", "!", "--temperature", "nan"], "--temperature nan: give 0, or a number from"),
         (["--prompt", "!", "--temperature", "1e-40"], "give 0, or a number from 1e-30"),
         (["--prompt", "!", "--seed", "9" * 20], "--seed 99999999999999999999: give an integer of"),
@@ -200,6 +205,12 @@ def test_refusals(capsys, words, sentence):
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert sentence in error
+
+
+def test_a_model_without_a_tokenizer_has_no_chat_template():
+    saved = SimpleNamespace(serving=ServingFiles(), place="runs/x")
+    with pytest.raises(ConfigError, match="runs/x has no chat template: give --tokenizer a dir"):
+        chat_prompt(saved, "", "hello")
 
 
 def test_prompts_of_other_lengths_need_no_further_programs():

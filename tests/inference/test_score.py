@@ -141,7 +141,7 @@ def test_archives_hold_no_sequences(tmp_path):
         ([[1] * 66], ["--out", "o.jsonl"], "made for model.max_seq_len=64"),
         ([[1, 2]], ["--out", "o.txt"], "is neither .npz nor .jsonl"),
         ([[1, 2]], ["--out", "o.jsonl", "model.n_layers=1"], "model.n_layers is given by"),
-        ([[1.5]], ["--out", "o.jsonl"], "but must be one or more integers"),
+        ([[1.5]], ["--out", "o.jsonl"], "is no list of one or more integers"),
         ([], ["--out", "o.jsonl"], "holds no sequence"),
     ],
 )
