@@ -50,8 +50,7 @@ def check_same_settings(
 
     Compares `[model]` without the fields that may differ and those in `checkpoint.allow_changed`,
     `lora.alpha` of adapters, which no array shows, and `optimizer.name` if moments are read
-    (`with_moments`). A checkpoint of another program,
-    without a configuration, is not compared.
+    (`with_moments`). A checkpoint of another program, without a configuration, is not compared.
     """
     if "config" not in meta:
         return

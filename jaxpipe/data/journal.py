@@ -14,11 +14,11 @@ from typing import BinaryIO
 import msgspec
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.manifest import JOURNAL, MANIFEST, HistogramBin, ShardEntry
+from jaxpipe.data.manifest import JOURNAL, HistogramBin, ShardEntry
 from jaxpipe.data.writing import replace_atomically
 
 _SHARD = re.compile(r"\d{6,}\.(bin|idx|mask)")
-_UNFINISHED = re.compile(r"(.+)\.[0-9a-f]{32}\.tmp")  # see `replace_atomically`
+_UNFINISHED = re.compile(r".+\.[0-9a-f]{32}\.tmp")  # see `replace_atomically`
 
 
 class PieceResult(msgspec.Struct, frozen=True):
@@ -84,8 +84,7 @@ def open_journal(
 
 def is_unfinished(file: Path) -> bool:
     """Whether a killed run has left this file of a folder in the middle of writing it."""
-    name = _UNFINISHED.fullmatch(file.name)
-    return bool(name) and bool(_SHARD.fullmatch(name[1]) or name[1] in (JOURNAL, MANIFEST))
+    return bool(_UNFINISHED.fullmatch(file.name))
 
 
 def _read_journal(folder: Path) -> Iterator[PieceResult]:

@@ -35,8 +35,7 @@ def read_sequences(path: Path) -> list[np.ndarray]:
         if row.ndim != 1 or not row.size or not np.issubdtype(row.dtype, np.integer):
             raise ConfigError(
                 f"sequence {number} of {path}, counted from 0, is no list of one or more integers: "
-                f"give a .npy of integers [N, L], or a .jsonl with a list on each "
-                f"line."
+                f"give a .npy of integers [N, L], or a .jsonl with a list on each line."
             )
     if not rows:
         raise ConfigError(f"{path} holds no sequence: give at least one.")

@@ -97,7 +97,11 @@ def _read_program(
     """`load_program` in this process alone."""
     wanted, reason = _describe(lowered, devices, options), f"{directory} has no {name}"
     for path in sorted(directory.glob(f"{name}-*{_ENDING}")):
-        header, _, content = path.read_bytes().partition(b"\n")
+        try:
+            header, _, content = path.read_bytes().partition(b"\n")
+        except OSError as error:
+            reason = f"{path} cannot be read ({error.strerror})"
+            continue
         try:
             about = json.loads(header)
         except ValueError:

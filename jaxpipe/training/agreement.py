@@ -79,8 +79,7 @@ def results_of(plan: RunPlan, data: RunData) -> dict[str, str]:
 
 def _describe_files(package: str) -> str:
     """Where a package is imported from, and what changes there if a file is edited."""
-    spec = find_spec(package.replace("-", "."))
-    folder = Path(spec.origin).parent if spec and spec.origin else Path()
+    folder = Path(find_spec(package.replace("-", ".")).origin).parent
     stats = [path.stat() for path in folder.rglob("*.py")]
     newest = max((stat.st_mtime_ns for stat in stats), default=0)
     return f"{folder} {len(stats)} {sum(stat.st_size for stat in stats)} {newest}"

@@ -42,20 +42,14 @@ def rope_fields(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises `ValueError`, with the end of a sentence that begins with the file, where both differ:
     transformers 5 would take the older name, and lose a `rope_theta` of the other.
     """
-    now, before = theirs.get("rope_parameters"), theirs.get("rope_scaling")
-    if (
-        now
-        and before
-        and any(
-            now.get("rope_type" if name == "type" else name) != value
-            for name, value in before.items()
-        )
-    ):
+    now, before = theirs.get("rope_parameters") or {}, theirs.get("rope_scaling") or {}
+    renamed = {"rope_type" if name == "type" else name: value for name, value in before.items()}
+    if now and any(now.get(name) != value for name, value in renamed.items()):
         raise ValueError(
             f"has rope_parameters={now} and rope_scaling={before}, which differ: put all fields "
             f"into one of them, and remove the other."
         )
-    return now or before or {}
+    return now or before
 
 
 def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
