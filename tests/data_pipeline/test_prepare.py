@@ -95,7 +95,8 @@ def test_a_folder_belongs_to_its_inputs(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("in_process")
 def test_files_of_others_stay(tmp_path: Path) -> None:
-    path, mine = write_texts(tmp_path / "a.jsonl", TEXTS, "a"), tmp_path / "out" / "mine.tmp"
+    path, mine = tmp_path / "a.jsonl", tmp_path / "out" / "mine.tmp"
+    write_texts(path, TEXTS, "a.jsonl")
     mine.parent.mkdir()
     mine.write_text("mine")
     with pytest.raises(ConfigError, match=r"already holds other files: give another --out"):
@@ -216,13 +217,13 @@ def test_what_a_crash_leaves_is_no_hindrance(tmp_path: Path) -> None:
     path = write_texts(tmp_path / "a", TEXTS, "a.jsonl")
     whole = prepared([path], tmp_path / "whole", piece_size=60)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / f"{JOURNAL}.7.tmp").touch()  # before its first line
+    (tmp_path / "out" / f"{JOURNAL}.{"7" * 32}.tmp").touch()  # before its first line
     prepared([path], tmp_path / "out", piece_size=60)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     (tmp_path / "out" / JOURNAL).touch()  # the manifest was written last
     assert prepared([path], tmp_path / "out", piece_size=60) == whole
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    (tmp_path / "out" / MANIFEST).rename(tmp_path / "out" / f"{MANIFEST}.7.tmp")
+    (tmp_path / "out" / MANIFEST).rename(tmp_path / "out" / f"{MANIFEST}.{"7" * 32}.tmp")
     (tmp_path / "out" / JOURNAL).write_text('{"piece":')  # half a line
     prepared([path], tmp_path / "out", piece_size=60)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
