@@ -217,13 +217,13 @@ def test_what_a_crash_leaves_is_no_hindrance(tmp_path: Path) -> None:
     path = write_texts(tmp_path / "a", TEXTS, "a.jsonl")
     whole = prepared([path], tmp_path / "whole", piece_size=60)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / f"{JOURNAL}.{"7" * 32}.tmp").touch()  # before its first line
+    (tmp_path / "out" / f"{JOURNAL}.{'7' * 32}.tmp").touch()  # before its first line
     prepared([path], tmp_path / "out", piece_size=60)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     (tmp_path / "out" / JOURNAL).touch()  # the manifest was written last
     assert prepared([path], tmp_path / "out", piece_size=60) == whole
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    (tmp_path / "out" / MANIFEST).rename(tmp_path / "out" / f"{MANIFEST}.{"7" * 32}.tmp")
+    (tmp_path / "out" / MANIFEST).rename(tmp_path / "out" / f"{MANIFEST}.{'7' * 32}.tmp")
     (tmp_path / "out" / JOURNAL).write_text('{"piece":')  # half a line
     prepared([path], tmp_path / "out", piece_size=60)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
