@@ -245,7 +245,9 @@ def test_of_a_loss_that_is_no_number_the_state_before_it_is_saved(tmp_path, ever
     assert recorder.order("dispatch")[-1] == ("dispatch", 3 + late)
     assert recorder.order("save") == [("save", 2)]
     assert recorder.position == 2 * SAMPLES
-    assert f"at step 3, samples {2 * SAMPLES}..{3 * SAMPLES - 1} of" in recorder.events[-1][1]
+    (_, stopped), (_, saved) = recorder.events[-2:]
+    assert f"at step 3, samples {2 * SAMPLES}..{3 * SAMPLES - 1} of" in stopped
+    assert saved == "the parameters of step 2 are saved"
     assert [(line["step"], line["loss"]) for line in recorder.lines()] == [
         (1, 1.0), (2, 1.0), (3, None)
     ]  # fmt: skip
