@@ -64,7 +64,7 @@ def at_call(number, function, stuck):
 
 
 def in_data(stuck):
-    loop._joined = at_call(STEP, loop._joined, stuck)
+    loop.join_batches = at_call(STEP, loop.join_batches, stuck)
 
 
 def in_start(stuck):

@@ -31,7 +31,7 @@ def after(function, seconds):
 
 
 def in_data(seconds):
-    loop._joined = after(loop._joined, seconds)
+    loop.join_batches = after(loop.join_batches, seconds)
 
 
 def on_host(seconds):

@@ -66,6 +66,8 @@ class GptOssFormat(LlamaFormat):
     def with_defaults(self, theirs: Fields) -> Fields:
         """As of any Llama; a `rope_scaling` of null is that of gpt-oss, as if it were absent."""
         described = super().with_defaults(theirs)
+        if described.get("rope_parameters"):  # which holds all of them, in files of version 5
+            return {**described, "rope_scaling": theirs.get("rope_scaling")}
         return {**described, "rope_scaling": described["rope_scaling"] or _ROPE}
 
     def own_expected(self, theirs: Fields) -> dict[str, Any]:
