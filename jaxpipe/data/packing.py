@@ -7,10 +7,11 @@ piece starts with the last token (a target) of the piece before it. A short docu
 remainder.
 
 `pack_next_fit` is next-fit. `pack_best_fit` is best-fit decreasing: the longest first, each into
-the fullest row that still has room. All remainders of equal length are placed in one operation, so
-the work grows with the number of distinct lengths, not of documents: packing 10 million documents
-takes seconds and 4 bytes per document besides their lengths. The seed shuffles documents of equal
-length.
+the fullest row that still has room; where a row may have few documents, the shortest are spread
+over all rows before, if this takes fewer rows. All remainders of equal length are placed in one
+operation, so the work grows with the number of distinct lengths, not of documents: packing 10
+million documents takes seconds and 4 bytes per document besides their lengths. The seed shuffles
+documents of equal length.
 """
 
 import bisect
@@ -20,7 +21,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxpipe.data.best_fit import SquaresLimit, pack_best_fit
+from jaxpipe.data.best_fit import ShortDocuments, SquaresLimit, pack_best_fit
 
 _BLOCK = 1 << 18  # documents processed at a time, which bounds the size of temporary arrays
 _STRIDE = 256  # documents per entry of `Packing.full_pieces`
@@ -58,12 +59,14 @@ class Packing:
       full_pieces: cumulative number of full pieces before every 256th document and at the end,
         int64.
       rows: the rows of remainders.
+      spread: short documents were placed first (see `best_fit.ShortDocuments`).
     """
 
     lengths: np.ndarray
     seq_len: int
     full_pieces: np.ndarray
     rows: PackedRows
+    spread: bool = False
 
     def __len__(self) -> int:
         return len(self.rows.numbers) + int(self.full_pieces[-1])
@@ -115,13 +118,19 @@ def pack_documents(
         return Packing(lengths, seq_len, wholes, pack_next_fit(lengths, seq_len, most))
     by_slots, counts = _sort_by_slots(lengths, seq_len, seed)
     first = int(wholes[-1])
-    rows = pack_best_fit(counts, seq_len, most, by_slots, first)
+    rows = pack_best_fit(counts, most, by_slots, first)
+    if short := ShortDocuments.from_lengths(counts, most):
+        spread = pack_best_fit(counts, most, by_slots, first, short=short)
+        if len(spread.numbers) < len(rows.numbers):
+            rows = spread
+        else:
+            short = None
     if even and not first and counts.any():  # a full piece has the square of a full row anyway
         limit = SquaresLimit.from_lengths(counts)
-        evened = pack_best_fit(counts, seq_len, most, by_slots, first, limit)
+        evened = pack_best_fit(counts, most, by_slots, first, limit=limit, short=short)
         if len(evened.numbers) <= _MORE_ROWS * len(rows.numbers):
             rows = evened
-    return Packing(lengths, seq_len, wholes, rows)
+    return Packing(lengths, seq_len, wholes, rows, spread=short is not None)
 
 
 def count_slots(lengths: np.ndarray) -> np.ndarray:

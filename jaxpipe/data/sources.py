@@ -188,7 +188,8 @@ def _build_part(
         return _build_pairs(documents, rows, name, known)
     if rows.packing != "none":
         samples = _pack_documents(documents, rows, shared=config.packing != "none")
-        return SplitPart(samples, f"{name} {documents.fingerprint}{rows.description}", **known)
+        how = f"{rows.description}{' spread' if samples.packing.spread else ''}"
+        return SplitPart(samples, f"{name} {documents.fingerprint}{how}", **known)
     whole = documents.whole_fingerprint
     return SplitPart(
         StreamSamples(documents, rows.seq_len),
