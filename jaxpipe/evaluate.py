@@ -80,6 +80,7 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     config = inference_config(saved.model, arguments.overrides, rows=_ROWS, longest=longest)
     names = _names(arguments.tasks)
     tasks = Tasks.find(names, str(arguments.include_path or ""), arguments.limit)
+    tasks.check_mesh(config)
     return tasks.evaluate(
         harness_model(LoadedModel.load(saved, config), tokenizer, longest),
         num_fewshot=arguments.num_fewshot,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxpipe.config import Config, ConfigError, build, read_overrides
+from jaxpipe.config import Config, ConfigError, ParallelConfig, build, read_overrides
 from jaxpipe.model import ModelConfig
 from jaxpipe.planning.checks import check_settings
 
@@ -15,10 +15,15 @@ _TRAIN = {"steps": 1, "microbatch_size": 1, "variable_length": True}
 _MAY_BE_SET = ("attention", "capacity_factor")
 
 
+def divides_sequences(parallel: ParallelConfig) -> bool:
+    """Whether the mesh divides sequences, so that no token is generated on it."""
+    return (parallel.cp, parallel.slices, parallel.sequence_parallel) != (1, 1, False)
+
+
 def check_generation(config: Config) -> None:
-    """Raise `ConfigError` for a mesh that divides sequences, on which no token is generated."""
+    """Raise `ConfigError` for a mesh that divides sequences."""
     parallel = config.parallel
-    if (parallel.cp, parallel.slices, parallel.sequence_parallel) != (1, 1, False):
+    if divides_sequences(parallel):
         raise ConfigError(
             f"tokens are generated from whole sequences, but the mesh is {parallel.mesh} slices="
             f"{parallel.slices} sequence_parallel={str(parallel.sequence_parallel).lower()}: leave "

@@ -14,7 +14,7 @@ from jaxpipe.data.optional import import_optional
 from jaxpipe.inference.harness import PURPOSE, harness_model
 from jaxpipe.inference.loaded_model import LoadedModel
 from jaxpipe.inference.saved_model import SavedModel
-from jaxpipe.inference.settings import LENGTH_MULTIPLE
+from jaxpipe.inference.settings import LENGTH_MULTIPLE, check_generation, divides_sequences
 from jaxpipe.inference.text import TextTokenizer, tokenizer_of
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
@@ -50,6 +50,20 @@ class Tasks:
                 f"--include-path or train.evaluate_include_path adds yours."
             )
         return cls(tuple(names), manager, limit)
+
+    def check_mesh(self, config: Config) -> None:
+        """Raise `ConfigError` where a task generates text and the mesh divides sequences.
+
+        With such a mesh this loads the tasks and their data.
+        """
+        if not divides_sequences(config.parallel):
+            return
+        found = [self.manager.load_task_or_group(list(self.names))]
+        for task in found:  # or a dictionary of tasks and groups, as long as there are any
+            if isinstance(task, dict):
+                found.extend(task.values())
+            elif task.OUTPUT_TYPE == "generate_until":
+                check_generation(config)
 
     def evaluate(self, model: Any, **options: Any) -> dict[str, Any]:
         """Return the harness's results.
@@ -110,6 +124,7 @@ class RunTasks:
         tasks = Tasks.find(
             train.evaluate_tasks, train.evaluate_include_path, train.evaluate_limit or None
         )
+        tasks.check_mesh(config)
         saved = SavedModel(place, config.model, serving, config, _not_on_disk, {})
         return cls(tasks, trainer, saved, tokenizer_of(saved, train.evaluate_tokenizer))
 
