@@ -132,6 +132,11 @@ class Plan:
 
     def sentences(self) -> Iterator[str]:
         """Yield the advice: which schedule to take, the traffic of the network, what to change."""
+        if not any(one.configured for one in self.estimates):
+            yield (
+                f"parallel.schedule={self.config.parallel.schedule!r}, which the configuration "
+                f"names, is not possible, and `python -m jaxpipe.train` refuses it: take another"
+            )
         if self.advice.best:
             fastest = next(one for one in self.estimates if one.label == self.advice.best)
             summary = FAMILIES[fastest.variant.family].summary

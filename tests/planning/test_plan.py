@@ -339,3 +339,11 @@ def test_sizes_in_words():
     assert parse_bytes("80B") == 80
     with pytest.raises(Exception, match="'80' has no unit"):
         parse_bytes("80")
+
+
+@pytest.mark.parametrize(("schedule", "possible"), [("1f1b", True), ("zbv", False)])
+def test_a_schedule_that_train_refuses_is_named(schedule, possible, capsys):
+    """Beside the others, which are possible."""
+    assert main([str(SMALL), f"parallel.schedule={schedule}", "parallel.pp=4"]) == 0
+    named = f"parallel.schedule='{schedule}', which the configuration names, is not possible"
+    assert (named not in capsys.readouterr().out) == possible
