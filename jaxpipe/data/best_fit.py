@@ -1,15 +1,14 @@
-"""Best-fit decreasing: documents into rows by their lengths, all documents of one length at once.
+"""Documents into rows by their lengths, the longest first, all documents of one length at once.
 
 The attention of a row grows with the sum of squares of its documents. Best-fit decreasing puts the
 longest documents together, in few rows that cost far more than others. A `SquaresLimit` gives
 such rows fewer of them, and shorter documents instead.
 
-It also leaves the shortest documents to the end, for rows of their own. Where a row may not have
-enough of these to be full, they are spread over all rows first (see `ShortDocuments`).
+It also leaves the shortest documents to the end, for rows of their own, which are not full where a
+row may not have enough documents. Worst-fit decreasing gives all rows some of them.
 """
 
 import bisect
-from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -20,7 +19,7 @@ import numpy as np
 
 
 class _RowGroup(NamedTuple):
-    """Rows with the same lengths of documents, in a linked list of nodes (see `BestFitRows`)."""
+    """Rows with the same lengths of documents, in a linked list of nodes (see `GroupedRows`)."""
 
     rows: int
     held: int  # documents in each row
@@ -30,7 +29,7 @@ class _RowGroup(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BestFitRows:
+class GroupedRows:
     """Rows in groups whose rows have the same lengths of documents.
 
     A node adds one document to every row of a group. Its instance i is the document
@@ -74,66 +73,6 @@ class BestFitRows:
             node, shift = len(self.position) - 1, 0
             position += rows
         return _RowGroup(rows, group.held + each, group.squares + each * slots**2, node)
-
-    def spread(self, counts: np.ndarray, short: "ShortDocuments") -> deque[tuple[int, _RowGroup]]:
-        """Place short documents, equally many in all rows that get them, or one less.
-
-        Returns:
-          The free slots and the rows of each group.
-        """
-        position = int(counts[: short.slots + 1].sum())
-        groups = deque([(len(counts), _RowGroup(short.rows, 0))] if position else ())
-        for slots in reversed(range(1, short.slots + 1)):
-            left = int(counts[slots])
-            position -= left
-            begin = position
-            while left:
-                room, group = groups.popleft()
-                each = max(left // short.rows, 1)
-                rows = min(group.rows, left // each)
-                if rows < group.rows:
-                    rest = group._replace(rows=group.rows - rows, first=group.first + rows)
-                    groups.appendleft((room, rest))
-                groups.append((room - each * slots, self.stacked(group, rows, each, begin, slots)))
-                begin, left = begin + rows * each, left - rows * each
-        return groups
-
-
-class ShortDocuments(NamedTuple):
-    """Documents to spread over rows before others are packed.
-
-    Attributes:
-      slots: of the longest of them.
-      rows: over which they are spread.
-    """
-
-    slots: int = 0
-    rows: int = 0
-
-    @classmethod
-    def from_lengths(cls, counts: np.ndarray, most: int) -> "ShortDocuments | None":
-        """Return the fewest beside which the shortest others fill a row; None: there are none.
-
-        The arguments are as in `pack_best_fit`. A document that does not fit beside a row's share
-        is to have a row of its own.
-
-        >>> ShortDocuments.from_lengths(np.bincount([1] * 12 + [5] * 4, minlength=8), most=4)
-        ShortDocuments(slots=1, rows=4)
-        >>> ShortDocuments.from_lengths(np.bincount([1] * 12 + [5] * 4, minlength=8), most=8)
-        """
-        seq_len, lengths = len(counts), np.flatnonzero(counts)
-        held = np.append(0, np.cumsum(counts[lengths]))  # documents shorter than each length
-        filled = np.append(0, np.cumsum(counts[lengths] * lengths))  # slots of these
-        rows = max(-(-filled[-1] // seq_len), -(-held[-1] // most), 1)
-        full = lengths * (most - -(-held[:-1] // rows)) >= seq_len - filled[:-1] / rows
-        too_many = filled[1:] / rows + lengths > seq_len
-        at = int(np.append(full | too_many, True).argmax())
-        if not at:
-            return None
-        slots, share = int(lengths[at - 1]), int(filled[at] // rows)
-        rows -= counts[seq_len - share :].sum()  # rows of long documents
-        rows = max(rows, -(-held[-1] // most), -(-filled[at] // (seq_len - slots)))
-        return cls(slots, int(min(rows, held[at])))
 
 
 class SquaresLimit(NamedTuple):
@@ -187,8 +126,7 @@ def pack_best_fit(
     first: int,
     *,
     limit: SquaresLimit | None = None,
-    short: ShortDocuments | None = None,
-) -> BestFitRows:
+) -> GroupedRows:
     """Pack remainders by best-fit decreasing.
 
     Args:
@@ -197,21 +135,14 @@ def pack_best_fit(
       by_slots: documents sorted by the slots of their remainder.
       first: index of the first row.
       limit: bound on the sum of squares of a row.
-      short: documents to spread over rows first.
     """
-    seq_len, made = len(counts), BestFitRows(by_slots, first)
-    limit, short = limit or SquaresLimit(seq_len**2), short or ShortDocuments()
+    seq_len, made = len(counts), GroupedRows(by_slots, first)
+    limit = limit or SquaresLimit(seq_len**2)
     waiting: list[tuple[int, int, int, _RowGroup]] = []  # groups by the document they wait for
     open_: dict[int, list[_RowGroup]] = {}  # groups by the free slots of their rows
     free = 0  # bit c is set where a group has c free slots
-    for room, group in made.spread(counts, short):
-        if not room or group.held == most:
-            made.groups.append(group)
-        else:
-            open_.setdefault(room, []).append(group)
-            free |= 1 << room
-    positions, lengths = np.cumsum(counts) - counts, np.flatnonzero(counts)
-    for slots in lengths[lengths > short.slots][::-1].tolist():
+    positions = np.cumsum(counts) - counts
+    for slots in np.flatnonzero(counts)[::-1].tolist():
         position, left = int(positions[slots]), int(counts[slots])
         while waiting and -waiting[0][0] >= slots:
             *_, room, group = heappop(waiting)
@@ -241,5 +172,39 @@ def pack_best_fit(
                 free |= 1 << room
     made.groups.extend(group for groups in open_.values() for group in groups)
     made.groups.extend(group for *_, group in waiting)
+    made.ends.extend(accumulate(group.rows for group in made.groups))
+    return made
+
+
+def pack_worst_fit(
+    counts: np.ndarray, most: int, by_slots: np.ndarray, first: int, rows: int
+) -> GroupedRows:
+    """Pack remainders by worst-fit decreasing: each into the row with the most free slots.
+
+    Args:
+      counts, most, by_slots, first: as in `pack_best_fit`.
+      rows: to begin with; there are more if a document fits in none.
+    """
+    seq_len, made = len(counts), GroupedRows(by_slots, first)
+    open_ = [(-seq_len, 0, _RowGroup(rows, 0))]  # a heap: the group with the most free slots first
+    positions = np.cumsum(counts) - counts
+    for slots in np.flatnonzero(counts)[::-1].tolist():
+        position, left = int(positions[slots]), int(counts[slots])
+        while left:
+            room, group = seq_len, _RowGroup(-(-left // min(most, seq_len // slots)), 0)
+            if open_ and -open_[0][0] >= slots:
+                taken, number, group = heappop(open_)
+                room = -taken
+                if left < group.rows:
+                    rest = group._replace(rows=group.rows - left, first=group.first + left)
+                    heappush(open_, (taken, number, rest))
+            added = min(group.rows, left)
+            group = made.stacked(group, added, 1, position, slots)
+            position, left, room = position + added, left - added, room - slots
+            if not room or group.held == most:
+                made.groups.append(group)
+            else:
+                heappush(open_, (-room, len(made.position), group))
+    made.groups.extend(group for *_, group in open_ if group.held)
     made.ends.extend(accumulate(group.rows for group in made.groups))
     return made

@@ -7,24 +7,26 @@ piece starts with the last token (a target) of the piece before it. A short docu
 remainder.
 
 `pack_next_fit` is next-fit. `pack_best_fit` is best-fit decreasing: the longest first, each into
-the fullest row that still has room; where a row may have few documents, the shortest are spread
-over all rows before, if this takes fewer rows. All remainders of equal length are placed in one
-operation, so the work grows with the number of distinct lengths, not of documents: packing 10
-million documents takes seconds and 4 bytes per document besides their lengths. The seed shuffles
-documents of equal length.
+the fullest row that still has room. Where rows become full of documents before they are full of
+tokens, `pack_worst_fit` takes its place if that takes fewer rows. All remainders of equal length
+are placed in one operation, so the work grows with the number of distinct lengths, not of
+documents: packing 10 million documents takes seconds and 4 bytes per document besides their
+lengths. The seed shuffles documents of equal length.
 """
 
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxpipe.data.best_fit import ShortDocuments, SquaresLimit, pack_best_fit
+from jaxpipe.data.best_fit import GroupedRows, SquaresLimit, pack_best_fit, pack_worst_fit
 
 _BLOCK = 1 << 18  # documents processed at a time, which bounds the size of temporary arrays
 _STRIDE = 256  # documents per entry of `Packing.full_pieces`
+_SPARE_ROWS = 1.001, 1.004, 1.016  # rows that worst-fit begins with, over the fewest possible
 _MORE_ROWS = 1.001  # rows of even packing over those of best-fit decreasing, at most
 
 
@@ -59,14 +61,14 @@ class Packing:
       full_pieces: cumulative number of full pieces before every 256th document and at the end,
         int64.
       rows: the rows of remainders.
-      spread: short documents were placed first (see `best_fit.ShortDocuments`).
+      worst_fit: remainders were packed by worst-fit decreasing.
     """
 
     lengths: np.ndarray
     seq_len: int
     full_pieces: np.ndarray
     rows: PackedRows
-    spread: bool = False
+    worst_fit: bool = False
 
     def __len__(self) -> int:
         return len(self.rows.numbers) + int(self.full_pieces[-1])
@@ -119,18 +121,35 @@ def pack_documents(
     by_slots, counts = _sort_by_slots(lengths, seq_len, seed)
     first = int(wholes[-1])
     rows = pack_best_fit(counts, most, by_slots, first)
-    if short := ShortDocuments.from_lengths(counts, most):
-        spread = pack_best_fit(counts, most, by_slots, first, short=short)
-        if len(spread.numbers) < len(rows.numbers):
-            rows = spread
-        else:
-            short = None
+    fewer = None
+    if any(group.held == most for group in rows.groups):
+        fewer = _pack_fewer_rows(counts, most, by_slots, first, len(rows.numbers))
+        rows = fewer or rows
     if even and not first and counts.any():  # a full piece has the square of a full row anyway
         limit = SquaresLimit.from_lengths(counts)
-        evened = pack_best_fit(counts, most, by_slots, first, limit=limit, short=short)
+        evened = pack_best_fit(counts, most, by_slots, first, limit=limit)
         if len(evened.numbers) <= _MORE_ROWS * len(rows.numbers):
             rows = evened
-    return Packing(lengths, seq_len, wholes, rows, spread=short is not None)
+    return Packing(lengths, seq_len, wholes, rows, worst_fit=rows is fewer)
+
+
+def _pack_fewer_rows(
+    counts: np.ndarray, most: int, by_slots: np.ndarray, first: int, rows: int
+) -> GroupedRows | None:
+    """Pack by worst-fit decreasing into fewer than `rows` rows; return None if that takes more.
+
+    The other arguments are those of `pack_best_fit`.
+    """
+    fewest = max(int((counts * np.arange(len(counts))).sum()) / len(counts), counts.sum() / most)
+    found = None
+    for spare in _SPARE_ROWS:
+        begun = ceil(spare * fewest)
+        if begun >= rows:
+            break
+        packed = pack_worst_fit(counts, most, by_slots, first, begun)
+        if len(packed.numbers) < rows:
+            found, rows = packed, len(packed.numbers)
+    return found
 
 
 def count_slots(lengths: np.ndarray) -> np.ndarray:

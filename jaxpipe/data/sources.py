@@ -188,7 +188,7 @@ def _build_part(
         return _build_pairs(documents, rows, name, known)
     if rows.packing != "none":
         samples = _pack_documents(documents, rows, shared=config.packing != "none")
-        how = f"{rows.description}{' spread' if samples.packing.spread else ''}"
+        how = f"{rows.description}{' worst_fit' if samples.packing.worst_fit else ''}"
         return SplitPart(samples, f"{name} {documents.fingerprint}{how}", **known)
     whole = documents.whole_fingerprint
     return SplitPart(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jaxpipe.config import load
 from jaxpipe.data.balance import divide
-from jaxpipe.data.best_fit import BestFitRows
+from jaxpipe.data.best_fit import GroupedRows
 from jaxpipe.data.packing import Packing, pack_documents
 
 MODEL = load("configs/llama3_8b_pp4.toml").model
@@ -32,7 +32,7 @@ def least_padding(slots: np.ndarray, seq_len: int) -> float:
 
 def squares_of(packing: Packing) -> np.ndarray:
     """Return the sum of squares of each row, in random order."""
-    assert isinstance(packing.rows, BestFitRows)
+    assert isinstance(packing.rows, GroupedRows)
     full = np.full(packing.rows.first, packing.seq_len**2)
     rests = [np.full(group.rows, group.squares) for group in packing.rows.groups]
     return np.random.default_rng(1).permutation(np.concatenate([full, *rests]))
