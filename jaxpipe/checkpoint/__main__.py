@@ -33,13 +33,14 @@ from jaxpipe.checkpoint.huggingface import (
 from jaxpipe.checkpoint.inspection import describe_checkpoint
 from jaxpipe.checkpoint.listing import find_newest
 from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
-from jaxpipe.checkpoint.serving import ServingFiles
+from jaxpipe.checkpoint.serving import VOCABULARIES, ServingFiles
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.checkpoint.write_config import write_config
 from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import SETTINGS, parse_commands
 from jaxpipe.config.paths import any_path
 from jaxpipe.config.units import parse_bytes
+from jaxpipe.model import FAMILIES
 from jaxpipe.runtime.directory import locked
 from jaxpipe.runtime.spool import local_folder
 from jaxpipe.runtime.storage import local_copy, open_path, written
@@ -178,7 +179,11 @@ def _export(arguments: argparse.Namespace) -> None:
         read, has = checkpoint.unmerged, checkpoint.has
         with written(arguments.out, last=ADAPTER_CONFIG) as out:
             count = export_adapters(read, has, model, config.lora, out)
-        print(f"exported {count} adapters of rank {config.lora.rank} to {arguments.out}")
+        architecture = FAMILIES[model.family].format_of(model).ARCHITECTURES[0]
+        print(
+            f"exported {count} adapters of rank {config.lora.rank} to {arguments.out}; PEFT adds "
+            f"them to a {architecture} of transformers"
+        )
         return
     if arguments.tokenizer:
         serving = serving.with_tokenizer(local_copy(arguments.tokenizer), model.vocab_size)
@@ -193,7 +198,7 @@ def _export(arguments: argparse.Namespace) -> None:
             max_shard_bytes=arguments.max_shard_size,
             serving=serving,
         )
-    missing = ["the tokenizer's files"] if not serving.files else []
+    missing = [] if {*VOCABULARIES} & serving.files.keys() else ["the tokenizer's files"]
     if not serving.eos_token_ids:
         missing.append("a token that ends text, without which generation does not stop")
     unknown = f"; not known: {' and '.join(missing)} (give --tokenizer DIR)" if missing else ""

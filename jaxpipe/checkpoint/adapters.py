@@ -77,15 +77,19 @@ def export_adapters(
             every = array if parameter.is_stacked else array[None]
             for name, one in zip(parameter.hf_names, every):
                 tensors[_peft_name(name, matrix)] = np.ascontiguousarray(one.T, np.float32)
-    modules = {_module(name) for one in adapted for name in one.hf_names}
+    modules, weights = set(), set()
+    for one in adapted:
+        beside_experts = model.routed_experts and not one.has_experts and _is_mlp(one.hf_names[0])
+        (weights if beside_experts else modules).update(map(_module, one.hf_names))
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
+        "lora_dropout": 0.0 if weights else lora.dropout,  # PEFT has none for single weights
         "target_modules": sorted(modules),
+        "target_parameters": sorted(f"{name}.weight" for name in weights) or None,
         "fan_in_fan_out": not any(one.hf_tensor.transposed for one in adapted),
         "bias": "none",
         "inference_mode": True,
@@ -167,6 +171,11 @@ def _check_expressible(parameter: NamedParameter) -> None:
             f"{parameter.hf_tensor.name} holds {parameter.hf_tensor.parts} weights there, whose "
             f"adapters PEFT cannot keep apart: export the merged model, without --adapters."
         )
+
+
+def _is_mlp(name: str) -> bool:
+    """Whether a weight is of an MLP; in a model of experts PEFT takes its module for experts."""
+    return name.endswith(("gate_proj.weight", "up_proj.weight", "down_proj.weight"))
 
 
 def _module(name: str) -> str:

@@ -65,7 +65,16 @@ def model_settings(hf_config: dict[str, Any], place: Path) -> dict[str, Any]:
         settings, described = form.expected(hf_config), form.with_defaults(hf_config)
     except ValueError as error:
         raise ConfigError(f"{place}/config.json {error}") from error
+    except ZeroDivisionError as error:
+        raise ConfigError(
+            f"{place}/config.json has a number of heads that is 0: take the whole file."
+        ) from error
     if longest := described.get("max_position_embeddings"):
+        if not isinstance(longest, int):
+            raise ConfigError(
+                f"{place}/config.json has max_position_embeddings={longest!r}, no integer: correct "
+                f"it."
+            )
         settings["max_seq_len"] = longest
     if unknown := [name for name, value in settings.items() if value is None]:
         raise ConfigError(

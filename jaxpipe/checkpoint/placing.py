@@ -1,4 +1,4 @@
-"""Parameters by layer and name put on a mesh, a run of layers at a time."""
+"""Parameters by layer and name put on a mesh, one parameter of a run of layers at a time."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ Read = Callable[[Sequence[ParamPath]], list[np.ndarray]]
 def place_parameters(
     read: Read, shapes: Tree, layout: StageLayout, sharding: Sharding, place: Any
 ) -> Tree:
-    """Read parameters run by run, and shard each as soon as it is read.
+    """Read parameters one by one, each of all layers of a run, and shard each at once.
 
     Args:
       read: reads the arrays at paths, in their order.
@@ -63,13 +63,12 @@ def _read_tree(
     leaves, structure = jax.tree.flatten_with_path(
         targets, is_leaf=lambda node: isinstance(node, _Target)
     )
-    names = [tuple(part.key for part in path) for path, _ in leaves]
-    arrays = iter(read([(*origin, *name) for name in names for origin in origins.values()]))
 
     def put(name: ParamPath, target: _Target) -> jax.Array:
         full = np.zeros(target.like.shape, target.like.dtype)
-        for index in origins:
-            array = next(arrays)
+        # One parameter at a time, so that the host does not hold all of a model.
+        arrays = read([(*origin, *name) for origin in origins.values()])
+        for index, array in zip(origins, arrays, strict=True):
             expected = target.stored.unpadded_shape(full.shape)[len(index) :]
             if array.shape != expected:
                 raise ConfigError(
@@ -81,5 +80,5 @@ def _read_tree(
         return jax.make_array_from_callback(full.shape, target.sharding, full.__getitem__)
 
     return jax.tree.unflatten(
-        structure, [put(name, leaf) for name, (_, leaf) in zip(names, leaves)]
+        structure, [put(tuple(part.key for part in path), leaf) for path, leaf in leaves]
     )

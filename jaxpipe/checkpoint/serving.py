@@ -18,9 +18,11 @@ from jaxpipe.config import ConfigError
 GENERATION = "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _ROLES = ("bos", "eos", "pad")
-_VOCABULARIES = (TOKENIZER, "tokenizer.model", "spiece.model", "vocab.json", "tekken.json")
+VOCABULARIES = (
+    TOKENIZER, "tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "tiktoken.model",
+)  # fmt: skip
 _FILES = (
-    *_VOCABULARIES,
+    *VOCABULARIES,
     TOKENIZER_CONFIG,
     "merges.txt",
     "special_tokens_map.json",
@@ -28,6 +30,7 @@ _FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates/*.jinja",
+    "tokenization_*.py",  # code that tokenizer_config.json names
 )
 
 TokenId = int | list[int]
@@ -58,10 +61,15 @@ class ServingFiles:
 
     @property
     def prefix_token_id(self) -> int | None:
-        """The token before a text that has none before it: BOS, or else EOS; None: not known."""
-        known = self.token_ids | _special_token_ids(self.files)
-        ids = _as_list(known.get("bos_token_id")) or _as_list(known.get("eos_token_id"))
-        return ids[0] if ids else None
+        """The token before a text that has none before it; None: not known.
+
+        It is BOS, or else EOS, of the tokenizer, or of config.json where the tokenizer has neither.
+        """
+        for known in (_special_token_ids(self.files), self.token_ids):
+            ids = _as_list(known.get("bos_token_id")) or _as_list(known.get("eos_token_id"))
+            if ids:
+                return ids[0]
+        return None
 
     @classmethod
     def read(cls, directory: Path, config: Mapping[str, Any]) -> Self:
@@ -103,9 +111,9 @@ class ServingFiles:
         `vocab_size`.
         """
         files = _read_tokenizer_files(directory)
-        if not {*_VOCABULARIES} & files.keys():
+        if not {*VOCABULARIES} & files.keys():
             raise ConfigError(
-                f"{directory} holds no tokenizer ({', '.join(_VOCABULARIES)}): give the directory "
+                f"{directory} holds no tokenizer ({', '.join(VOCABULARIES)}): give the directory "
                 f"with the files that `save_pretrained` of a tokenizer wrote."
             )
         config = directory / "config.json"

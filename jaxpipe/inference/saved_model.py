@@ -65,6 +65,8 @@ class SavedModel:
     def _published(cls, path: Path) -> Self:
         tree = {"model": model_settings(read_config(path), path), "train": _ANY_TRAIN}
         model = build(tree).model
+        for sentence in model.broken_rules(1):
+            raise ConfigError(f"{path}/config.json describes no model that is possible: {sentence}")
         files, parameters = open_tensors(path, model)
         by_path = {parameter.path: parameter for parameter in parameters}
 

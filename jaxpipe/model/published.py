@@ -106,19 +106,25 @@ def architecture(theirs: Mapping[str, Any], known: Sequence[str]) -> str:
 def of_text(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json in which the fields of a multimodal model's text model are not nested."""
     own = theirs.get("text_config") or {}
-    return {**theirs, **own, "architectures": theirs.get("architectures")}
+    if not isinstance(own, Mapping):
+        raise ValueError(f"has text_config={own!r}, which is no table: take the whole file.")
+    outer = {name: value for name, value in theirs.items() if name != "text_config"}
+    return {**outer, **own, "architectures": theirs.get("architectures")}
 
 
 def sizes(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> dict[str, Any]:
     """Sizes by our names, for fields that have no default.
 
-    `ours` maps Hugging Face's names to ours. Raises `ValueError` where a field is missing or null.
+    `ours` maps Hugging Face's names to ours. Raises `ValueError` where a field is missing or null,
+    or no integer.
     """
     for name in ours:
         if theirs.get(name) is None:
             raise ValueError(
                 f"has no {name}, which has no default: add it, or take the whole file."
             )
+        if not isinstance(theirs[name], int):
+            raise ValueError(f"has {name}={theirs[name]!r}, no integer: take the whole file.")
     return {own: theirs[name] for name, own in ours.items()}
 
 

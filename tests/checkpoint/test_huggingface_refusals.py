@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 from jaxpipe.checkpoint.huggingface import import_huggingface
 from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, save_parameters
 from jaxpipe.config import ConfigError
+from jaxpipe.inference.saved_model import SavedModel
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.gpt2 import huggingface as gpt2
 
@@ -83,6 +84,9 @@ CONFIG_CHANGES = {
     },
     "architecture None but only": {"architectures": None},
     "has no hidden_size": {"hidden_size": ...},
+    "has vocab_size='96', no integer": {"vocab_size": "96"},
+    r"scales rotary positions by \[1\], no table": {"rope_scaling": [1]},
+    r"has text_config=\[1\], which is no table": {"text_config": [1]},
 }  # fmt: skip
 
 
@@ -186,6 +190,20 @@ def test_fields_that_both_versions_of_transformers_leave_out_have_its_defaults(t
     for name, changes in {"old": absent, "new": {"rope_theta": ...} | modern}.items():
         source = write_model(tmp_path / name, model, random_tensors(model), **changes)
         import_huggingface(source, model, tmp_path / f"{name}-c", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_position_embeddings": "64"}, "has max_position_embeddings='64', no integer"),
+        ({"num_attention_heads": 0, "head_dim": ...}, "has a number of heads that is 0"),
+        ({"num_key_value_heads": 3}, "describes no model that is possible: .*n_kv_heads=3"),
+    ],
+)
+def test_an_impossible_model_is_not_read(tmp_path, changes, message):
+    source = write_model(tmp_path / "hf", LLAMA, random_tensors(LLAMA), **changes)
+    with pytest.raises(ConfigError, match=message):
+        SavedModel.open(source)
 
 
 def without(name, tensors):

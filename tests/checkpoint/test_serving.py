@@ -3,6 +3,7 @@
 import json
 import shlex
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,23 @@ def published(directory, model=LLAMA, dtype=np.float32, **changes):
 
 def read_json(path):
     return json.loads(Path(path).read_text())
+
+
+def test_the_token_before_a_text_is_the_tokenizers():
+    """Published chat models have a BOS in config.json that their tokenizer does not use."""
+    of_config = ServingFiles(token_ids={"bos_token_id": 5, "eos_token_id": 6})
+    assert of_config.prefix_token_id == 5
+    described = b'{"bos_token": null, "eos_token": "</s>"}'
+    files = {"tokenizer.json": FILES["tokenizer.json"], "tokenizer_config.json": described}
+    assert replace(of_config, files=files).prefix_token_id == 2
+    assert replace(of_config, files=FILES).prefix_token_id == 1
+    assert ServingFiles().prefix_token_id is None
+
+
+def test_a_tokenizer_with_code_of_its_own_is_kept(tmp_path):
+    own = {"tiktoken.model": b"IQ== 0\n", "tokenization_own.py": b"# code\n"}
+    write_files(tmp_path, own | {"modeling_own.py": b""})
+    assert ServingFiles.read(tmp_path, {}).files == own
 
 
 def others_in(directory):

@@ -1,11 +1,14 @@
 """The text models of transformers' multimodal models: logits, and what an import leaves out."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hf_models import all_tensors, assert_same_bytes, our_logits, stored_params
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint.__main__ import main
+from jaxpipe.checkpoint.huggingface import model_settings
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -26,6 +29,14 @@ MODELS = {
     ),
     "Gemma3": (_TEXT | {"sliding_window": 8, "query_pre_attn_scalar": 12}, _IMAGES),
 }
+
+
+def test_a_published_file_without_its_longest_context_has_that_of_transformers():
+    text = {**_TEXT, "sliding_window": 8, "query_pre_attn_scalar": 12}
+    del text["max_position_embeddings"]
+    theirs = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    longest = model_settings(theirs, Path())["max_seq_len"]
+    assert longest == transformers.Gemma3TextConfig().max_position_embeddings
 
 
 @pytest.mark.slow(only=["Llama4"])

@@ -26,7 +26,8 @@ class Gemma3Format(LlamaFormat):
     DEFAULTS: ClassVar[Fields] = {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
         "tie_word_embeddings": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-        "query_pre_attn_scalar": 256, "sliding_window": 4096, "bos_token_id": 2, "eos_token_id": 1,
+        "query_pre_attn_scalar": 256, "sliding_window": 4096, "max_position_embeddings": 131072,
+        "bos_token_id": 2, "eos_token_id": 1,
     }  # fmt: skip
     CHOICES: ClassVar[Fields] = {"qk_norm": True, "qkv_bias": False, "n_experts": 0}
     ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]] = {

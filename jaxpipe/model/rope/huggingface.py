@@ -43,6 +43,9 @@ def rope_fields(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
     transformers 5 would take the older name, and lose a `rope_theta` of the other.
     """
     now, before = theirs.get("rope_parameters") or {}, theirs.get("rope_scaling") or {}
+    for fields in (now, before):
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"scales rotary positions by {fields!r}, no table: take another file.")
     renamed = {"rope_type" if name == "type" else name: value for name, value in before.items()}
     if now and any(now.get(name) != value for name, value in renamed.items()):
         raise ValueError(
