@@ -315,7 +315,9 @@ def _write(config: Config, shown: Estimate, path: Path) -> None:
     named = {"schedule": "custom", "schedule_file": path, "virtual_stages": 0, "breadth": 0}
     lockstep = shown.plan.lockstep
     named |= {"in_flight": lockstep.in_flight or 0, "vocab_parallel_pp": lockstep.vocab_parallel}
-    named["unroll_layers"] = shown.plan.config.parallel.unroll_layers
+    planned = shown.plan.config.parallel
+    named |= {key: getattr(planned, key) for key in ("layer_split", "memory_limit")}
+    named["unroll_layers"] = planned.unroll_layers
     changes = {k: v for k, v in named.items() if getattr(config.parallel, k) != v}
     how = " ".join(f"parallel.{key}={_as_toml(value)}" for key, value in changes.items())
     print(f"wrote {shown.label}; to run it: {how}", file=sys.stderr)
@@ -330,7 +332,9 @@ def _writing(option: str, path: Path) -> Iterator[None]:
 
 
 def _as_toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value) or "''"
 
 
 if __name__ == "__main__":

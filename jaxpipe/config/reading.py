@@ -275,10 +275,9 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
             ) from error
         rule, _, place = str(error).partition(" - at `$")  # place: an entry of a list, "[1]`"
         expected = rule.partition(", got ")[0]  # "Expected `int` >= 1"
+        sentence = expected[:1].lower() + expected[1:]  # names in it keep their case
         for index, name in re.findall(r"\[(\d+)\]|\.(\w+)", place):
             value = value[int(index)] if index else value[name]
         unquoted = expected == "Expected `str`" and not isinstance(value, list | dict)
         remedy = """: quote it, in a shell as '"..."'""" if unquoted else ""
-        raise ConfigError(
-            f"{key}{place[:-1]}: {expected.lower()}, got {value!r}{remedy}."
-        ) from error
+        raise ConfigError(f"{key}{place[:-1]}: {sentence}, got {value!r}{remedy}.") from error

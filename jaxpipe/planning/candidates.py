@@ -49,10 +49,16 @@ def arrange_variant(
     """Return the plan of a run under a variant, searched quickly for these seconds.
 
     The configuration's own variant is exactly what a run executes, not one searched for `seconds`.
-    Raises `ScheduleError` if sizes or `train.fused_steps` forbid the variant.
+    Raises `ScheduleError` if sizes or `train.fused_steps` forbid the variant, or if the
+    configuration's own excludes the loop of `parallel.unroll_layers`.
     """
     if variant == variant_of(config):
-        return arrange(config, devices)
+        own = arrange(config, devices)
+        try:
+            _ = own.unroll_layers
+        except ConfigError as error:
+            raise ScheduleError(str(error)) from error
+        return own
     candidate = with_variant(config, variant)
     try:
         check_fused(candidate)

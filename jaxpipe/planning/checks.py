@@ -37,7 +37,7 @@ def _check_virtual_devices(config: Config) -> None:
     """Raise `ConfigError` if virtual CPU devices, which all processes have, do not fit the mesh."""
     devices = started() * config.runtime.cpu_devices
     if devices and not may_shrink(config, devices):
-        check_count(config, devices)
+        check_count(config, devices, are_present=True)
 
 
 def _check_batch(config: Config) -> None:

@@ -24,6 +24,7 @@ class Devices:
       memory: of one device [bytes]; None: not known.
       capability: compute capability of GPUs, 9.0 for an H100; None: not known.
       hardware: the data sheet and the links by which ops are costed.
+      are_present: whether they are jax's devices here, not ones that a plan assumes.
     """
 
     platform: str = "gpu"
@@ -33,6 +34,7 @@ class Devices:
     memory: float | None = DEVICES["H100"].memory
     capability: float | None = None
     hardware: Hardware = field(default_factory=Hardware)
+    are_present: bool = False
 
     @classmethod
     def planned(cls, config: Config) -> "Devices":
@@ -54,6 +56,7 @@ class Devices:
             memory=device_memory(first.device_kind),
             capability=None if capability is None else float(capability),
             hardware=Hardware(data_sheet_of(first.device_kind) or "H100"),
+            are_present=True,
         )
 
     @property

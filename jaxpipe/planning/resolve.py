@@ -109,7 +109,7 @@ def resolve(config: Config, devices: Devices | None = None, *, trains: bool = Tr
     `parallel.layer_split` giving every stage a layer, and fit within `parallel.memory_limit`.
     """
     devices = devices or Devices.planned(config)
-    config = resolve_sizes(config, devices.count)
+    config = resolve_sizes(config, devices.count, are_present=devices.are_present)
     check_devices(config, devices, trains=trains)
     try:
         plan = arrange(config, devices)

@@ -87,12 +87,15 @@ def _check_spikes(config: Config) -> None:
     train, checkpoint = config.train, config.checkpoint
     if not train.spike_rollbacks:
         return
-    if checkpoint.every * (checkpoint.keep - 1) < max(train.spike_limit, 1):
+    every, keep = checkpoint.every, checkpoint.keep
+    if every * (keep - 1) < max(train.spike_limit, 1):
+        remedies = ["set checkpoint.every"] if every == 0 else []
+        remedies += ["set checkpoint.keep to 2 or more"] if keep == 1 else []
+        remedy = " and ".join(remedies) or "raise checkpoint.every or checkpoint.keep"
         raise ConfigError(
             f"train.spike_rollbacks={train.spike_rollbacks} need a checkpoint from before the "
-            f"spikes, but checkpoint.every={checkpoint.every} and checkpoint.keep="
-            f"{checkpoint.keep} keep none that is train.spike_limit={train.spike_limit} steps old: "
-            f"raise checkpoint.every or checkpoint.keep."
+            f"spikes, but checkpoint.every={every} and checkpoint.keep={keep} keep none that is "
+            f"train.spike_limit={train.spike_limit} steps old: {remedy}."
         )
 
 

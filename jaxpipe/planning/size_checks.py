@@ -4,16 +4,18 @@ from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.model.family import INT32_MAX
+from jaxpipe.runtime.processes import started
 from jaxpipe.schedule import find_family
 
 _MOST_FORWARDS = 2**16  # a schedule is built and validated action by action
 
 
-def resolve_sizes(config: Config, devices: int | None) -> Config:
+def resolve_sizes(config: Config, devices: int | None, *, are_present: bool = False) -> Config:
     """Return the configuration with concrete replicas and microbatches, and check their rules.
 
     With `parallel.dp` = -1, dp becomes the number of replicas that the devices hold; None: their
     number is not known. A given `train.batch_tokens` becomes a number of microbatches per step.
+    `are_present`: whether the devices are there, not ones that a plan assumes.
 
     Raises `ConfigError` if the sizes are not known or break a rule.
     """
@@ -27,7 +29,7 @@ def resolve_sizes(config: Config, devices: int | None) -> Config:
     _check_batch(config)
     _check_filling(config)
     if devices is not None:
-        check_count(config, devices)
+        check_count(config, devices, are_present=are_present)
     return config
 
 
@@ -37,7 +39,7 @@ def may_shrink(config: Config, devices: int) -> bool:
     return 0 < least <= devices < config.parallel.devices
 
 
-def check_count(config: Config, devices: int) -> None:
+def check_count(config: Config, devices: int, *, are_present: bool = False) -> None:
     """Raise `ConfigError` if the mesh does not have as many devices as there are.
 
     `parallel.pp` x `parallel.dp` x `parallel.tp` must equal the number of devices.
@@ -56,11 +58,22 @@ def check_count(config: Config, devices: int) -> None:
     elif (wanted := parallel.devices) != devices:
         least = config.runtime.min_devices
         falls = f", which may fall to runtime.min_devices={least}" if least else ""
+        virtual = _virtual_devices_remedy(config) if are_present else ""
         raise ConfigError(
             f"parallel.pp={parallel.pp} x parallel.dp={parallel.dp} x parallel.tp={parallel.tp} "
-            f"= {wanted} must equal the number of devices, {devices}{falls}: change one of them, "
-            f"or set runtime.cpu_devices={wanted} to train on virtual CPU devices."
+            f"= {wanted} must equal the number of devices, {devices}{falls}: change one of them"
+            f"{virtual}."
         )
+
+
+def _virtual_devices_remedy(config: Config) -> str:
+    """Words on the virtual CPU devices of each process that make the mesh; "" if none do."""
+    processes = started()
+    each, rest = divmod(config.parallel.devices, processes)
+    if rest or each == config.runtime.cpu_devices:
+        return ""
+    of_each = f" in each of {processes} processes" if processes > 1 else ""
+    return f", or set runtime.cpu_devices={each} to train on virtual CPU devices{of_each}"
 
 
 def _check_replicas(config: Config) -> None:

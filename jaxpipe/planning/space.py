@@ -34,7 +34,7 @@ class SearchSpace:
     """Configurations with the tokens of a step of one, on all of `devices` devices.
 
     They differ in pp, dp, tp, cp, ep, sequence and vocabulary parallelism, microbatch size, remat,
-    schedule, stages per rank, offloading and ZeRO stage. tp is at most the devices of a host, and
+    schedule, stages per rank, offloading and ZeRO stage. tp divides the devices of a host, and
     cp leaves a device 2,048 tokens of a sequence, if the configuration has no more of them. Of the
     schedules that are searched themselves there is only the configuration's. All other settings
     are the configuration's.
@@ -71,11 +71,12 @@ class SearchSpace:
         """Yield the configurations of all meshes, with the sharing of embedding and head."""
         own, model = self._own, self.config.model
         free = "parallel.dp" not in self._fixed or own.dp == -1
+        host = min(_HOST, self.devices)
         for pp in self._choose("parallel.pp", _divisors(self.devices)):
             for tp in self._choose("parallel.tp", _divisors(self.devices)):
                 dp, remainder = divmod(self.devices, pp * tp)
-                wide = tp > max(_HOST, own.tp) or pp > model.pipeline_layers
-                if remainder or wide or not (free or dp == own.dp):
+                legal = pp <= model.pipeline_layers and (host % tp == 0 or tp == own.tp)
+                if remainder or not legal or not (free or dp == own.dp):
                     continue
                 for cp in self._choose("parallel.cp", self._sequence_shards(dp)):
                     for ep in self._choose("parallel.ep", self._expert_shards(dp)):
@@ -84,6 +85,14 @@ class SearchSpace:
     def shapes(self, mesh: Config) -> Iterator[Config]:
         """Yield the configurations of a mesh by microbatch size and remat, least memory first."""
         parallel, own = mesh.parallel, self.config.train
+        if next(self._variants(mesh), None) is None:
+            split = list(parallel.layer_split)
+            self.refusals[
+                f"no schedule that the search may use has the {len(split)} stages of "
+                f"parallel.layer_split={split} with parallel.pp={parallel.pp}: change one of them, "
+                f"or leave layer_split out."
+            ] = None
+            return
         sizes = sorted({*_SEQUENCES, own.microbatch_size})
         for size in self._choose("train.microbatch_size", sizes):
             each = size * own.seq_len * parallel.dp
@@ -185,6 +194,12 @@ class SearchSpace:
                 how = {"sequence_parallel": stream, "vocab_parallel_pp": shared}
                 yield _with(self.config, parallel=sizes | heads | how)
 
+    def _keeps_split(self, shape: Config, variant: ScheduleVariant) -> bool:
+        """Whether a variant has the stages of `parallel.layer_split`, if that is fixed."""
+        if "parallel.layer_split" not in self._fixed:
+            return True
+        return with_variant(shape, variant).parallel.layer_split == shape.parallel.layer_split
+
     def _variants(self, shape: Config) -> Iterator[ScheduleVariant]:
         """Yield the variants of schedules that leave fixed settings as they are."""
         own, *others = variants(shape)
@@ -195,8 +210,11 @@ class SearchSpace:
         fixed: list[Callable[[ScheduleVariant], Any]] = [
             of for key, of in names.items() if f"parallel.{key}" in self._fixed
         ]
-        yield own
+        if self._keeps_split(shape, own):
+            yield own
         for one in others:
+            if not self._keeps_split(shape, one):
+                continue
             # A search of a schedule takes as long as a hundred simulations.
             affordable = one.family == own.family or not find_family(one.family).is_searched
             if affordable and all(of(one) == of(own) for of in fixed):

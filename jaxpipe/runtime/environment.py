@@ -8,8 +8,21 @@ GPU_MEMORY_SHARE = "0.92"  # share of a GPU's memory that jax allocates; jax's d
 
 
 def usable_share() -> float:
-    """Share of a GPU's memory that jax allocates for a run started in this environment."""
-    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_SHARE))
+    """Share of a GPU's memory that jax allocates for a run started in this environment.
+
+    Raises `ConfigError` where XLA_PYTHON_CLIENT_MEM_FRACTION is no number above 0.
+    """
+    text = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_SHARE)
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < float("inf"):
+        raise ConfigError(
+            f"XLA_PYTHON_CLIENT_MEM_FRACTION={text} is no number above 0, the share of a GPU's "
+            f"memory that jax allocates: unset it, or set it to one such as {GPU_MEMORY_SHARE}."
+        )
+    return share
 
 
 def use_gpu_memory() -> None:

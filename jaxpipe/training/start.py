@@ -184,7 +184,8 @@ def _resumed(
             f"checkpoint {meta['step']} was trained on {meta['data']} but this run reads "
             f"{data.train.fingerprint}: give the same [data], train.seq_len and train.seed, "
             f"another run.dir, data.restart=true to go on with this data from its beginning, or "
-            f"take only the parameters (checkpoint.parameters_only)."
+            f"take its parameters alone, in another run.dir, with checkpoint.resume=PATH "
+            f"checkpoint.parameters_only=true."
         )
     say(f"resumed from step {meta['step']} (saved with {meta['layout']}){but}")
     if restarts:

@@ -159,6 +159,43 @@ def test_what_is_written_runs_as_it_was_planned(label, tmp_path, capsys):
     assert all(map(np.array_equal, *map(jax.tree.leaves, (wanted.columns, got.columns))))
 
 
+LOOP = ("model.n_layers=16", "parallel.unroll_layers=1", "train.offload_layers=1")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "more", "possible"),
+    [("1f1b", (), True), ("zbv", (), False), ("1f1b", LOOP, False)],
+)
+def test_a_schedule_that_train_refuses_is_named(schedule, more, possible, capsys):
+    """Beside the others, which are possible."""
+    assert main([str(SMALL), f"parallel.schedule={schedule}", "parallel.pp=4", *more]) == 0
+    out = capsys.readouterr().out
+    named = f"parallel.schedule='{schedule}', which the configuration names, is not possible"
+    assert (named not in out) == possible
+    assert ("makes a loop of 4 layers" in out) == bool(more)
+
+
+@pytest.mark.parametrize(
+    ("label", "own", "printed"),
+    [
+        ("interleaved_1f1b v=2", ["parallel.layer_split=[5,3]"], "parallel.layer_split=even"),
+        ("1f1b", ["parallel.layer_split=balanced"], "parallel.layer_split=[4,4]"),
+        (
+            "gpipe",
+            [*OWN["zb_auto 3.0"][:1], "parallel.memory_limit=1p"],
+            "parallel.memory_limit=''",
+        ),
+    ],
+)
+def test_what_another_schedule_changes_is_printed(label, own, printed, tmp_path, capsys):
+    how = [*SIZES, *own]
+    words = [str(SMALL), *how, "--show", label, "--write", str(tmp_path / "orders.csv")]
+    assert main(words) == 0
+    settings = capsys.readouterr().err.partition("to run it: ")[2].split()
+    assert printed in settings
+    resolve(configs.load(SMALL, [*how, *settings]))
+
+
 def test_a_loop_of_one_schedule_does_not_exclude_others(tmp_path, capsys):
     """DualPipe pairs layers, which a loop of `parallel.unroll_layers` cannot."""
     file, how = tmp_path / "orders.csv", [*SIZES, "parallel.unroll_layers=1"]

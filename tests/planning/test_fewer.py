@@ -108,6 +108,23 @@ def test_refusals(count, overrides, sentence):
         on_fewer(count, *overrides)
 
 
+@pytest.mark.parametrize(
+    ("processes", "remedy"),
+    [
+        (2, "set runtime.cpu_devices=4 to train .* in each of 2 processes"),
+        (3, "change one of them"),
+    ],
+)
+def test_virtual_devices_of_several_processes(processes, remedy, monkeypatch):
+    """Of three processes, none can have the third of eight devices."""
+    places = {"COORDINATOR_ADDRESS": "host:1", "NUM_PROCESSES": processes, "PROCESS_ID": 0}
+    for name, value in places.items():
+        monkeypatch.setenv(f"JAX_{name}", str(value))
+    message = rf"= 8 must equal the number of devices, {8 * processes}: .*{remedy}\.$"
+    with pytest.raises(ConfigError, match=message):
+        check_settings(load(SMALL, ["runtime.cpu_devices=8"]))
+
+
 def test_virtual_devices_may_be_fewer():
     check_settings(load(SMALL, ["runtime.min_devices=4", "runtime.cpu_devices=4"]))
     with pytest.raises(ConfigError, match="number of devices, 3, which may fall to"):

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 from commands import SMALL
+from msgspec import structs
 
 from jaxpipe import config as configs
 from jaxpipe.plan import main
@@ -135,6 +136,36 @@ def test_what_is_written_runs_without_a_loop_that_it_excludes(tmp_path):
     assert main([str(looped), *words, "parallel.unroll_layers=1"]) == 0  # which is fixed
     assert configs.load(file).parallel.unroll_layers == 1
     resolve(configs.load(file))
+
+
+def test_layers_of_a_tensor_parallel_group_are_within_a_host():
+    """24 devices are three hosts of eight; the configuration's own tp may be another."""
+    config = configs.load(SMALL, ["model.n_heads=12", "model.n_kv_heads=12", "model.d_model=48"])
+
+    def tried(given, devices):
+        return {mesh.parallel.tp for mesh in SearchSpace(given, devices).meshes()}
+
+    assert tried(config, 24) == {1, 2, 4, 8}
+    assert tried(config, 6) == {1, 2, 3, 6}
+    own = structs.replace(config.parallel, tp=3)
+    assert tried(structs.replace(config, parallel=own), 24) == {1, 2, 3, 4, 8}
+
+
+def test_a_layer_split_that_is_fixed_stays():
+    """Schedules with other numbers of stages are left out, and so are meshes without any."""
+
+    def schedules_of(split):
+        config = configs.load(SMALL, [f"parallel.layer_split={split}", "model.n_layers=8"])
+        space = SearchSpace(config, 4, ["parallel.layer_split", "train.offload_layers"])
+        shapes = (shape for mesh in space.meshes() for shape in space.shapes(mesh))
+        return space, [one.parallel for shape in shapes for one in space.schedules(shape)]
+
+    _, found = schedules_of([1, 2, 3, 2])
+    assert {one.layer_split for one in found} == {(1, 2, 3, 2)}
+    assert {one.pp for one in found} >= {2, 4}
+    space, found = schedules_of([1, 1, 1, 1, 4])
+    assert not [one for one in found if one.pp > 1]
+    assert "has the 5 stages of parallel.layer_split=[1, 1, 1, 1, 4]" in " ".join(space.refusals)
 
 
 def test_parts_say_what_they_are_for():

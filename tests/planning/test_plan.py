@@ -318,6 +318,7 @@ def test_measured_seconds_replace_the_computed(capsys, tmp_path):
         (["parallel.pp=64"], "parallel.pp=64 exceeds model.n_layers=4"),
         (["parallel.dp=-1"], "parallel.dp=-1: give at least 1; or -1 for all devices"),
         (["parallel.dp=-1", "--devices", "9"], "parallel.dp=-1 takes all 9 devices"),
+        (["--devices", "4"], "must equal the number of devices, 4: change one of them.\n"),
         (["parallel.tp=3"], "must be a multiple of parallel.tp=3"),
         (["--picture", "plan.gif"], r"\.svg"),
         (["--picture", "nowhere/a.svg"], "--picture nowhere/a.svg cannot be written (No such file"),
@@ -339,11 +340,3 @@ def test_sizes_in_words():
     assert parse_bytes("80B") == 80
     with pytest.raises(Exception, match="'80' has no unit"):
         parse_bytes("80")
-
-
-@pytest.mark.parametrize(("schedule", "possible"), [("1f1b", True), ("zbv", False)])
-def test_a_schedule_that_train_refuses_is_named(schedule, possible, capsys):
-    """Beside the others, which are possible."""
-    assert main([str(SMALL), f"parallel.schedule={schedule}", "parallel.pp=4"]) == 0
-    named = f"parallel.schedule='{schedule}', which the configuration names, is not possible"
-    assert (named not in capsys.readouterr().out) == possible

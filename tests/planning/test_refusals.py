@@ -49,7 +49,7 @@ FUSED_RING = (
             ["data.sources=[{path='a', weight=-1}]"],
             r"data.sources\[0\].weight: expected `float` >= 0.0, got -1\.$",
         ),
-        (["data.sources=[{pth='a'}]"], r"data.sources\[0\]: object contains unknown field `pth`"),
+        (["data.sources=[{Pth='a'}]"], r"data.sources\[0\]: object contains unknown field `Pth`"),
         (["parallel.pp=0"], "parallel.pp: expected `int` >= 1, got 0"),
         (["parallel.pp=2.5"], "parallel.pp: expected `int`, got 2.5"),
         (["optimizer.lr=-1"], "optimizer.lr: expected `float` > 0.0, got -1"),

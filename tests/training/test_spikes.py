@@ -226,7 +226,16 @@ def test_a_spike_between_steps_that_are_not_finite_does_not_end_their_series(tmp
         (["train.spike_rollbacks=1"], "is read only with train.spike_sigma, but"),
         (
             ["train.spike_rollbacks=1", "train.spike_sigma=6", "checkpoint.keep=2"],
-            "checkpoint.every=4 and checkpoint.keep=2 keep none that is train.spike_limit=8",
+            "checkpoint.every=4 and checkpoint.keep=2 keep none that is train.spike_limit=8 steps "
+            "old: raise checkpoint.every or checkpoint.keep",
+        ),
+        (
+            ["train.spike_rollbacks=1", "train.spike_sigma=6", "checkpoint.keep=1"],
+            "steps old: set checkpoint.keep to 2 or more",
+        ),
+        (
+            ["train.spike_rollbacks=1", "train.spike_sigma=6", "checkpoint.every=0"],
+            r"steps old: set checkpoint.every\.$",
         ),
         (["train.spike_sigma=6", "train.fused_steps=2"], "train.spike_sigma=6.0: ranks update"),
     ],

@@ -98,7 +98,8 @@ def test_go_on_from_another_run(tmp_path, run, path, capsys):
 def test_parameters_alone_start_a_run_of_other_data(tmp_path, run, capsys):
     command = [SMALL, f"run.dir={tmp_path}", f"checkpoint.resume={run}", "train.seed=7"]
     assert train.main(command) == 2
-    assert "or take only the parameters (checkpoint.parameters_only)" in capsys.readouterr().err
+    remedy = "in another run.dir, with checkpoint.resume=PATH checkpoint.parameters_only=true"
+    assert f"or take its parameters alone, {remedy}." in capsys.readouterr().err
     shutil.rmtree(tmp_path / "checkpoints")
     start = ["checkpoint.parameters_only=true", "parallel.pp=2", "parallel.tp=2"]
     small_steps = ["optimizer.lr=1e-30", "optimizer.weight_decay=0", "train.steps=1"]
