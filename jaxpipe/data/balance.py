@@ -54,8 +54,8 @@ class BalancedOrder:
     def window(self) -> int:
         """Rows of a window, a multiple of `size`.
 
-        An epoch has a number of windows, and less than a block more for each: in a window of two
-        epochs, a row would stand beside its copy, in the same step.
+        An epoch has a number of windows, and less than a block more for each. So a window has parts
+        of two epochs at most, and each row at most twice.
         """
         windows = -(-self.epoch // _WINDOW)
         return max(self.epoch // (windows * self.size), 1) * self.size
@@ -69,6 +69,7 @@ class BalancedOrder:
             # too, and they are integers: the order depends on no model and on no rounding.
             costs = [sum(tokens * tokens for tokens in self.documents_of(row)) for row in rows]
             blocks = np.array(rows)[divide(np.array(costs), self.size)]
+            separate_copies(blocks)
             return np.random.default_rng((self.seed, window)).permutation(blocks).ravel()
 
         return lru_cache(maxsize=2)(of)
@@ -114,6 +115,32 @@ def divide(costs: np.ndarray, size: int) -> np.ndarray:
         divided.append(ranked[at * size : end * size].reshape(size, -1).T)
         at = end
     return np.concatenate(divided)
+
+
+def separate_copies(blocks: np.ndarray) -> None:
+    """Exchange rows of neighbouring blocks until no block has a row twice, as far as possible.
+
+    Copies of a row cost the same, so `divide` puts them into the same block.
+
+    Args:
+      blocks: rows by block, integers `[blocks, size]`, changed in place.
+
+    >>> blocks = np.array([[7, 7], [4, 3]])
+    >>> separate_copies(blocks)
+    >>> blocks
+    array([[7, 4],
+           [7, 3]])
+    """
+    if len(np.unique(blocks)) == blocks.size or len(blocks) == 1:
+        return
+    for number, block in reversed(list(enumerate(blocks))):
+        # From a costlier block come its cheapest rows; the first block takes the costliest.
+        beside = blocks[number - 1][::-1] if number else blocks[1]
+        _, firsts = np.unique(block, return_index=True)
+        for copy in np.setdiff1d(np.arange(len(block)), firsts):
+            others = np.flatnonzero(~np.isin(beside, block))
+            if block[copy] not in beside and len(others):
+                block[copy], beside[others[0]] = beside[others[0]], block[copy]
 
 
 class RowBalance(NamedTuple):

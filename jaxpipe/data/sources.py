@@ -118,7 +118,7 @@ def open_data(
         train = [_build_part(config, of_train, *of) for of in to_train_on]
     order_seed = seed if config.shuffle else None
     sizes, block = f"seq_len={seq_len} shuffle={order_seed}", config.balance_rows
-    sizes += f" blocks_of_equal_rows={block}" if block > 1 else ""
+    sizes += f" blocks_of_distinct_rows={block}" if block > 1 else ""
     split = _build_split("training", train, sizes, order_seed)
     return RunData(
         train=_balance_split(split, block, seed) if block > 1 else split,

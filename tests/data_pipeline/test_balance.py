@@ -16,7 +16,7 @@ from meshes import problem, rows_of
 
 from jaxpipe.config import DataConfig, SourceConfig, load
 from jaxpipe.data import balance as balancing
-from jaxpipe.data.balance import BalancedOrder, RowBalance, divide
+from jaxpipe.data.balance import BalancedOrder, RowBalance, divide, separate_copies
 from jaxpipe.data.batches import DataSplit, training_order
 from jaxpipe.data.packing import pack_documents
 from jaxpipe.data.sources import RunData, open_data
@@ -197,13 +197,33 @@ def test_windows_keep_their_rows_in_blocks_of_similar_attention(
             assert sorted(numbers) == sorted(given_order[first + at] for at in range(window))
             given = [given_order[first + at] for at in range(window)]
             squares = [sum(n * n for n in samples.documents_of(number)) for number in given]
-            want = np.array(given)[divide(np.array(squares), size)].tolist()
-            assert sorted(np.reshape(numbers, (-1, size)).tolist()) == sorted(want)
+            want = np.array(given)[divide(np.array(squares), size)]
+            separate_copies(want)
+            assert sorted(np.reshape(numbers, (-1, size)).tolist()) == sorted(want.tolist())
         resumed = balanced()  # a run that resumes in the middle, with steps of another size
         middle = window // 2 + step
         assert [resumed[at] for at in range(middle, middle + 20)] == [
             order[at] for at in range(middle, middle + 20)
         ]
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1000, 256), (1000, 64), (5000, 512)])
+def test_no_step_has_a_row_twice_where_an_epoch_ends_within_a_window(rows: int, size: int) -> None:
+    costs = np.random.default_rng(0).lognormal(6, 0.5, rows).astype(int)
+    given_order = training_order([rows], [1.0], 0)
+    order = BalancedOrder(given_order, lambda row: [costs[row]], size, rows, 0)
+    blocks = np.array([order[at] for at in range(3 * order.window)]).reshape(-1, size)
+    assert all(len(np.unique(block)) == size for block in blocks)
+    given = np.array([given_order[at] for at in range(3 * order.window)])
+    windows = np.split(given, 3)
+    divided = np.concatenate([window[divide(costs[window] ** 2, size)] for window in windows])
+    assert any(len(np.unique(block)) < size for block in divided)
+    assert sorted(blocks.ravel()) == sorted(given)
+
+    def mean_ratio(blocks: np.ndarray) -> float:
+        return (costs[blocks].max(axis=1) / costs[blocks].mean(axis=1)).mean()
+
+    assert mean_ratio(divided) <= mean_ratio(blocks) < 0.7 * mean_ratio(given.reshape(-1, size))
 
 
 def loss(costs: np.ndarray) -> float:
