@@ -63,6 +63,8 @@ class Rates:
         if contents is not None:
             documents = Counter(contents.documents.tolist())
             flops = of_device / tokens * self.config.model.flops_of_documents(documents)
+        if self.config.lora.rank:
+            flops -= of_device * self.config.model.weight_gradient_flops
         values = {
             "lr": self._learning_rate_of(max(step - 1 - skipped, 0)),
             "tokens_seen": tokens_seen,

@@ -63,6 +63,16 @@ def test_rates_of_a_step():
     }
 
 
+def test_gradients_of_frozen_weights_are_not_counted():
+    """F and B of the matrices remain, 4 of 6 FLOPs of each number, and all of the attention."""
+    trainer = Trainer.resolve(load(SMALL, ["lora.rank=2"]))
+    model, rates = trainer.config.model, trainer.rates(1, 8 * 32, seconds=0.5)
+    of_token = (
+        model.flops_per_token(0) * 4 / 6 + model.flops_per_token(32) - model.flops_per_token(0)
+    )
+    assert rates["tflops_per_device"] == pytest.approx(8 * 32 / 0.5 / 8 * of_token / 1e12)
+
+
 def test_rates_ask_no_device_that_has_a_step_to_do(monkeypatch):
     """The rate is computed on the host's CPU, whatever jax's default device is."""
     where = []
