@@ -63,7 +63,8 @@ def write_shard(
     if first is None:
         return None
     path, digest = folder / f"{name}.bin", hashlib.blake2b(digest_size=16)
-    smallest, largest, all_lengths, all_counted = first.ids[0], first.ids[0], [], []
+    smallest, largest, all_lengths = first.ids[0], first.ids[0], []
+    counted, packed, rest = 0, [], np.zeros(0, bool)  # the mask, in bits: a shard may be large
     with replace_atomically(path) as file:
         for batch in chain([first], batches):
             smallest = min(smallest, batch.ids.min())
@@ -72,15 +73,18 @@ def write_shard(
             file.write(content)
             digest.update(content)
             all_lengths.append(batch.lengths)
-            all_counted.append(batch.counted)
+            counted += int(batch.counted.sum())
+            rest = np.concatenate([rest, batch.counted])
+            whole = len(rest) // 8 * 8
+            packed.append(np.packbits(rest[:whole], bitorder="little"))
+            rest = rest[whole:]
         lengths = np.concatenate(all_lengths).astype("<i4")
         digest.update(lengths.tobytes())
         with replace_atomically(path.with_suffix(".idx")) as index:
             write_index(index, lengths, dtype)
         tokens = int(lengths.sum(dtype=np.int64))
-        counted = np.concatenate(all_counted)
-        if not counted.all():
-            bits = np.packbits(counted, bitorder="little").tobytes()
+        if counted < tokens:
+            bits = np.concatenate([*packed, np.packbits(rest, bitorder="little")]).tobytes()
             with replace_atomically(path.with_suffix(".mask")) as mask:
                 mask.write(bits)
             digest.update(bits)
@@ -90,7 +94,7 @@ def write_shard(
         dtype=dtype.name,
         documents=len(lengths),
         tokens=tokens,
-        counted=int(counted.sum()),
+        counted=counted,
         smallest_id=int(smallest),
         largest_id=int(largest),
         digest=digest.hexdigest(),
