@@ -1,14 +1,14 @@
-"""Faults of a run, each planted through one seam: its settings, functions, batch or state."""
+"""Faults of a run, each planted through one seam: its settings, program, batch or state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpipe.schedule import Tables
 from jaxpipe.training.state import State
 from jaxpipe.verification import wrong_functions as wrong
 from jaxpipe.verification import wrong_values as values
-from jaxpipe.verification.steps import Alter, Float64Trainer
+from jaxpipe.verification.steps import Alter, AlterRun, AlterTables, Float64Trainer
+from jaxpipe.verification.wrong_loops import has_loop, run_forward
 from jaxpipe.verification.wrong_tables import can_swap_in, swap_in
 
 Tree = Any
@@ -25,6 +25,7 @@ class Fault:
       settings: `config -> (section, {key: value})`, other settings of the run.
       functions: other functions of the model.
       tables: other tables of the schedule.
+      run: another run of layers in the place of each.
       batch: `(batch on the devices, trainer) -> batch`.
       state: `(state before the first step) -> state`.
       second: `(state before the first step, state after it) -> state` of the second step.
@@ -35,7 +36,8 @@ class Fault:
     applies: Applies = lambda trainer: True
     settings: Callable[[Any], tuple[str, dict[str, Any]]] | None = None
     functions: Alter | None = None
-    tables: Callable[[Tables], Tables] | None = None
+    tables: AlterTables | None = None
+    run: AlterRun | None = None
     batch: Callable[[Tree, Float64Trainer], Tree] | None = None
     state: Callable[[State], State] | None = None
     second: Callable[[State, State], State] | None = None
@@ -159,6 +161,8 @@ FAULTS = (
     _swapped("B reads another microbatch's residuals", "for_b_read"),
     _swapped("W reads another microbatch's residuals", "for_w_read"),
     _swapped("W reads another microbatch's stash", "stash_read"),
+    # loops over layers
+    Fault("B runs the layers of a loop first to last", has_loop, run=run_forward),
     # functions of the model
     Fault(
         "losses are divided by the number of microbatches", _several_microbatches,

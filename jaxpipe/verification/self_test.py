@@ -50,8 +50,10 @@ def _first_step(run: Verification, fault: Fault) -> Observed:
         section, changes = fault.settings(config)
         section_now = structs.replace(getattr(config, section), **changes)
         trainer = Float64Trainer.of(structs.replace(config, **{section: section_now}))
-    if fault.functions or fault.tables:
-        trainer = replace(trainer, alter=fault.functions, alter_tables=fault.tables)
+    if fault.functions or fault.tables or fault.run:
+        trainer = replace(
+            trainer, alter=fault.functions, alter_tables=fault.tables, alter_run=fault.run
+        )
     state, batch = run.begin, trainer.put(run.batches[0], 0)
     if fault.batch:
         batch = jax.device_put(fault.batch(batch, trainer), trainer.sharder.sharding)

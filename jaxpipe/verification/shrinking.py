@@ -14,7 +14,8 @@ from jaxpipe.config import (
     ParallelConfig,
     TrainConfig,
 )
-from jaxpipe.planning import Devices, resolve
+from jaxpipe.planning import Devices, RunPlan, resolve
+from jaxpipe.verification.smaller_loops import SmallerLoops
 from jaxpipe.verification.smaller_model import least_layers, smaller_model
 
 MOST_DEVICES = 16  # virtual CPU devices, of which each has threads of its own
@@ -37,22 +38,44 @@ class SmallerRun:
 
 
 def shrink(config: Config) -> SmallerRun:
-    """Return the smallest run that keeps every axis, option, layer kind and schedule.
+    """Return the smallest run that keeps every axis, option, layer kind, loop and schedule.
 
     Raises `ConfigError` if the run itself breaks a rule, as training would.
     """
     config = _with_known_replicas(config)
     plan = resolve(config, Devices.planned(config))
-    before, unchecked = plan.config, tuple(_unchecked(plan.config))
+    loops = SmallerLoops.of(plan)
+    smaller = _fewest_layers(plan, loops)
+    unchecked = (*_unchecked(plan.config), *loops.unchecked(smaller))
+    return SmallerRun(smaller.config, tuple(_changes(plan.config, smaller.config)), unchecked)
+
+
+def _fewest_layers(plan: RunPlan, loops: SmallerLoops) -> RunPlan:
+    """The smaller run with the fewest layers per stage that keeps loops and partial offloading.
+
+    Without one, the smaller run that was tried first.
+    """
+    offloads_some = 0 < plan.config.train.offload_layers < min(plan.layers)
+    least = max(loops.most, 1 + offloads_some)
+    # More of them where a split shortens a stage, or other kinds divide the layers of one.
+    for per_stage in range(least, 2 * (least + 1)):
+        smaller = _smaller_plan(plan, loops, per_stage)
+        if min(smaller.layers) > offloads_some and not loops.lost_kinds(smaller):
+            return smaller
+    return _smaller_plan(plan, loops, least)
+
+
+def _smaller_plan(plan: RunPlan, loops: SmallerLoops, per_stage: int) -> RunPlan:
+    """The plan of the smaller run with this many layers in most stages."""
+    before = plan.config
     parallel = _smaller_mesh(before.parallel)
     stages = plan.schedule.stages * parallel.pp // before.parallel.pp
-    layers = max(stages, least_layers(before.model, before.parallel, parallel))
-    if before.model.pipeline_layers % plan.schedule.stages and stages > 1:
-        layers = max(layers, stages + 1)  # stages stay uneven
-    parallel, layers = _smaller_split(parallel, plan.layers, stages, layers)
+    least = least_layers(before.model, before.parallel, parallel, loops)
+    parallel, layers = _smaller_split(parallel, plan.layers, stages, per_stage, least)
+    parallel = replace(parallel, unroll_layers=loops.unroll_layers(layers))
     train = _smaller_step(before.train, parallel)
     model = smaller_model(
-        before.model, before.parallel, parallel, layers=layers, length=train.seq_len
+        before.model, before.parallel, parallel, loops, layers=layers, length=train.seq_len
     )
     clip = min(before.optimizer.clip_norm, 0.1)  # below the norm, so that it clips
     warmup = min(before.optimizer.warmup_steps, 10)  # else updates vanish beside parameters
@@ -71,8 +94,7 @@ def shrink(config: Config) -> SmallerRun:
         runtime=replace(before.runtime, cpu_devices=devices, min_devices=0),
         debug=replace(before.debug, print_messages=False, ticks=(), pp_ranks=()),
     )  # fmt: skip
-    smaller = _with_enough_microbatches(smaller, before.train.grad_accum_steps)
-    return SmallerRun(smaller, tuple(_changes(before, smaller)), unchecked)
+    return _with_enough_microbatches(smaller, before.train.grad_accum_steps)
 
 
 def _with_known_replicas(config: Config) -> Config:
@@ -106,25 +128,45 @@ def _smaller_mesh(parallel: ParallelConfig) -> ParallelConfig:
 
 
 def _smaller_split(
-    parallel: ParallelConfig, counts: tuple[int, ...], stages: int, layers: int
+    parallel: ParallelConfig, counts: tuple[int, ...], stages: int, per_stage: int, least: int
 ) -> tuple[ParallelConfig, int]:
-    """The split of layers over stages with one layer each, or two where a list or pin has more."""
+    """The split of at least `least` layers over stages, and their number.
+
+    Most stages have `per_stage` layers. Those of which a list says more have one more, and a first
+    or last stage that has its own number, or counts embedding or head, has fewer than the others.
+
+    Args:
+      parallel: of the run, on the smaller mesh.
+      counts: layers of each stage of the run.
+      stages: number of stages of the smaller run.
+      per_stage: layers in most of them.
+      least: layers that have every kind.
+    """
     sizes: dict[str, Any] = {
         "slices": min(parallel.slices, 4),
         "ep_buffer_factor": 0.0,
         "grad_reduce_dtype": "float32",
         "costs": "",
     }
-    first, last = parallel.first_stage_layers > 0, parallel.last_stage_layers > 0
+    uneven = stages > 1 and sum(counts) % len(counts) > 0
+    layers = max(stages * per_stage + uneven, least)
+    ends = parallel.first_stage_layers, parallel.last_stage_layers
     if isinstance(parallel.layer_split, tuple):
-        least = min(counts)
         fewer = [counts[i * len(counts) // stages] for i in range(stages)]
-        split = [1 + (count > least) for count in fewer]
-        split[-1] += max(layers - sum(split), 0)
+        split = [min(count, per_stage + (count > min(counts))) for count in fewer]
+        split[-1] += max(least - sum(split), stages + uneven - sum(split), 0)
         sizes["layer_split"], layers = tuple(split), sum(split)
-    elif (first or last) and stages > first + last:
-        sizes |= {"first_stage_layers": int(first), "last_stage_layers": int(last)}
-        layers = max(first + last + 2 * (stages - first - last), layers)
+    elif any(ends):
+        first, last = (min(end, max(per_stage - 1, 1)) for end in ends)
+        others = stages - (first > 0) - (last > 0)
+        layers = max(first + last + max(per_stage, 2) * others, least)
+        if not others:
+            first, last = (first, layers - first) if last else (layers, 0)
+        sizes |= {"first_stage_layers": first, "last_stage_layers": last}
+    elif parallel.layer_split == "weighted":
+        weights = min(parallel.input_weight, 1), min(parallel.output_weight, 1)
+        layers = max(stages * (per_stage + max(weights)) - sum(weights), least)
+        sizes |= {"input_weight": weights[0], "output_weight": weights[1]}
     return replace(parallel, **sizes), layers
 
 
@@ -156,25 +198,27 @@ def _in_float64(model: Any, parallel: ParallelConfig) -> Any:
     return replace(model, **changes)
 
 
-def _with_enough_microbatches(config: Config, most: int) -> Config:
-    """Set the fewest microbatches, from two per pipeline rank on, with which a schedule exists."""
-    if config.parallel.schedule_file:
-        return config
-    for count in range(min(max(2 * config.parallel.pp, 4), most), most + 1):
+def _with_enough_microbatches(config: Config, most: int) -> RunPlan:
+    """The plan with the fewest microbatches with which a schedule exists.
+
+    They are two per pipeline rank or more; a schedule's file fixes them.
+    """
+    least = most if config.parallel.schedule_file else min(max(2 * config.parallel.pp, 4), most)
+    for count in range(least, most):
         smaller = replace(config, train=replace(config.train, grad_accum_steps=count))
         try:
-            resolve(smaller, Devices.planned(smaller))
+            return resolve(smaller, Devices.planned(smaller))
         except ConfigError:
-            if count == most:
-                raise
             continue
-        return smaller
-    return config
+    return resolve(config, Devices.planned(config))
 
 
 def _changes(before: Config, after: Config) -> Iterator[str]:
-    """Yield what changed of the mesh and the schedule's sizes."""
-    sizes = "pp", "dp", "tp", "cp", "cp_heads", "ep", "dp_replicate", "in_flight", "slices"
+    """Yield what changed of the mesh, the schedule's sizes and the loops."""
+    sizes = (
+        "pp", "dp", "tp", "cp", "cp_heads", "ep", "dp_replicate", "in_flight", "slices",
+        "unroll_layers",
+    )  # fmt: skip
     for name in sizes:
         old, new = (getattr(config.parallel, name) for config in (before, after))
         if old != new:

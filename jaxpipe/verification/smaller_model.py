@@ -7,6 +7,8 @@ from msgspec.structs import replace
 
 from jaxpipe.config import ParallelConfig
 from jaxpipe.model import ModelConfig
+from jaxpipe.model.moe.config import is_sparse
+from jaxpipe.verification.smaller_loops import SmallerLoops
 
 _HEAD, _HIDDEN = 8, 12  # widths of a head, and per device of an MLP
 _WIDTHS = {  # of DeepSeek's latent attention, in which all differ
@@ -16,8 +18,9 @@ _WIDTHS = {  # of DeepSeek's latent attention, in which all differ
 
 
 def smaller_model(
-    model: ModelConfig, before: ParallelConfig, after: ParallelConfig, *, layers: int, length: int
-) -> ModelConfig:
+    model: ModelConfig, before: ParallelConfig, after: ParallelConfig, loops: SmallerLoops,
+    *, layers: int, length: int,
+) -> ModelConfig:  # fmt: skip
     """Return a small model that keeps the family, every choice, and what divides what.
 
     Key/value heads stay shared by query heads, or copied on devices, where they were; a vocabulary
@@ -27,12 +30,13 @@ def smaller_model(
     Args:
       model: the model of the run.
       before, after: the mesh of the run, and the one of the smaller run.
+      loops: the loops over layers that it keeps, for which a pattern of kinds stays long enough.
       layers: layers that stages are made of, in the smaller run.
       length: tokens of a sequence in the smaller run.
     """
     heads, keys = _head_counts(model, before, after)
     equal = model.n_heads * model.head_size == model.d_model
-    depth = min(model.tokens_ahead, 2)
+    depth, every = min(model.tokens_ahead, 2), loops.most + 1
     sizes = {
         "n_heads": heads,
         "n_kv_heads": keys,
@@ -43,10 +47,10 @@ def smaller_model(
         "mtp_depth": depth,
         "n_layers": max(layers - (depth > 0), 1),
         "max_seq_len": length if model.max_seq_len else 0,
-        "global_every": min(getattr(model, "global_every", 0), 2),
+        "global_every": min(getattr(model, "global_every", 0), every),
         "sliding_window": min(getattr(model, "sliding_window", 0), length // 2 - 1),
         "attention_chunk": min(getattr(model, "attention_chunk", 0), length // 2 - 1),
-        "nope_every": min(getattr(model, "nope_every", 0), 2),
+        "nope_every": min(getattr(model, "nope_every", 0), every),
         "temperature_floor": min(getattr(model, "temperature_floor", 0), 2),
         "preset": "",
     }
@@ -54,15 +58,17 @@ def smaller_model(
     for name in ("rope_short_factors", "rope_long_factors"):
         sizes[name] = getattr(model, name, ())[: rotated // 2]
     sizes |= {name: min(getattr(model, name, 0), width) for name, width in _WIDTHS.items()}
-    sizes |= _experts(model, after) if model.routed_experts else {}
+    sizes |= _experts(model, after, loops) if model.routed_experts else {}
     return replace(model, **{k: v for k, v in sizes.items() if k in model.__struct_fields__})
 
 
-def least_layers(model: ModelConfig, before: ParallelConfig, after: ParallelConfig) -> int:
+def least_layers(
+    model: ModelConfig, before: ParallelConfig, after: ParallelConfig, loops: SmallerLoops
+) -> int:
     """Return the fewest layers with which every kind of layer is there."""
-    kinds, most = set(model.layer_kinds), min(model.pipeline_layers, 8)
+    kinds, most = set(model.layer_kinds), min(model.pipeline_layers, 8 * loops.most)
     for layers in range(1, most):
-        smaller = smaller_model(model, before, after, layers=layers, length=16)
+        smaller = smaller_model(model, before, after, loops, layers=layers, length=16)
         if smaller.pipeline_layers == layers and set(smaller.layer_kinds) == kinds:
             return layers
     return most
@@ -90,8 +96,9 @@ def _vocabulary(size: int, before: ParallelConfig, after: ParallelConfig) -> int
     return -(-40 // shards) * shards + uneven
 
 
-def _experts(model: ModelConfig, after: ParallelConfig) -> dict[str, Any]:
+def _experts(model: ModelConfig, after: ParallelConfig, loops: SmallerLoops) -> dict[str, Any]:
     """Sizes of a mixture of experts."""
+    dense = max((least for kind, least in loops.layers.items() if not is_sparse(kind)), default=1)
     groups = min(model.expert_groups, 4)
     chosen = min(model.groups_per_token, max(groups // 2, 1)) if groups > 1 else 1
     unit = math.lcm(after.ep, groups)
@@ -105,6 +112,6 @@ def _experts(model: ModelConfig, after: ParallelConfig) -> dict[str, Any]:
         "group_score_experts": min(model.group_score_experts, experts // groups),
         "d_expert": _HIDDEN // 2 * after.tp if model.d_expert else 0,
         "shared_experts": min(model.shared_experts, 1),
-        "first_dense_layers": min(model.first_dense_layers, 1),
-        "moe_every": min(model.moe_every, 2),
+        "first_dense_layers": min(model.first_dense_layers, dense),
+        "moe_every": min(model.moe_every, loops.most + 1),
     }

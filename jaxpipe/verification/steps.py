@@ -1,7 +1,7 @@
 """Steps in float64: on a mesh as a run makes them, and on one device by the reference."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,12 @@ from jaxpipe.model.ahead import rows_ahead
 from jaxpipe.model.lora import with_fields
 from jaxpipe.model.moe.reference import one_hot
 from jaxpipe.pipeline import Execution, Pipeline
+from jaxpipe.pipeline.carry import Carry
+from jaxpipe.pipeline.chunk import Chunk
+from jaxpipe.pipeline.layer_slot import LayerRun
+from jaxpipe.pipeline.program import DeviceProgram
 from jaxpipe.pipeline.reference import StepOutput, step_ref
+from jaxpipe.pipeline.tick import DeviceWork
 from jaxpipe.planning import Devices, resolve
 from jaxpipe.schedule import Tables
 from jaxpipe.training.state import State
@@ -24,18 +29,39 @@ from jaxpipe.verification.problem import Batch, documents_as_rows, float64_value
 
 Tree = Any
 Alter = Callable[[StageFunctions, Config], StageFunctions]
+AlterTables = Callable[[Tables], Tables]
+AlterRun = Callable[[LayerRun], LayerRun]
+
+
+@dataclass(frozen=True)
+class AlteredProgram(DeviceProgram):
+    """A device's program whose runs of layers are not those of its parameters."""
+
+    alter_run: AlterRun = lambda run: run
+
+    def start(self, *arguments: Any) -> tuple[DeviceWork, Carry]:
+        """As of `DeviceProgram`, with altered runs."""
+        work, carry = super().start(*arguments)
+        chunks = [Chunk(tuple(map(self.alter_run, chunk.runs))) for chunk in work.chunks]
+        return replace(work, chunks=tuple(chunks)), carry
 
 
 @dataclass(frozen=True)
 class AlteredPipeline(Pipeline):
-    """A pipeline whose tables are not those of its schedule."""
+    """A pipeline whose tables or runs of layers are not those of its schedule and layout."""
 
-    alter_tables: Callable[[Tables], Tables] = lambda tables: tables
+    alter_tables: AlterTables = lambda tables: tables
+    alter_run: AlterRun = lambda run: run
 
     @cached_property
     def tables(self) -> Tables:
         """The altered tables."""
         return self.alter_tables(super().tables)
+
+    def _rank_program(self, *arguments: Any) -> DeviceProgram:
+        own = super()._rank_program(*arguments)
+        of_own = [getattr(own, field.name) for field in fields(own)]
+        return AlteredProgram(*of_own, self.alter_run)
 
 
 @dataclass(frozen=True)
@@ -43,12 +69,13 @@ class Float64Trainer(Trainer):
     """A trainer that computes in the dtype of its parameters.
 
     Attributes:
-      alter, alter_tables: change the model's functions and the tables; None: nothing. Faults are
-        planted here.
+      alter, alter_tables, alter_run: change the model's functions, the tables, and every run of
+        layers; None: nothing. Faults are planted here.
     """
 
     alter: Alter | None = None
-    alter_tables: Callable[[Tables], Tables] | None = None
+    alter_tables: AlterTables | None = None
+    alter_run: AlterRun | None = None
 
     @classmethod
     def of(cls, config: Config) -> "Float64Trainer":
@@ -67,9 +94,10 @@ class Float64Trainer(Trainer):
         one = super().pipeline
         if self.alter:
             one = replace(one, functions=self.alter(one.functions, self.config))
-        if self.alter_tables:
-            fields = (one.functions, one.schedule, one.mesh, one.layers_per_stage, one.execution)
-            one = AlteredPipeline(*fields, self.alter_tables)
+        if self.alter_tables or self.alter_run:
+            own = [getattr(one, field.name) for field in fields(one)]
+            same = lambda value: value  # noqa: E731
+            one = AlteredPipeline(*own, self.alter_tables or same, self.alter_run or same)
         return one
 
     def state_with(self, embed_head: Tree, layers: list[Tree], variables: Tree) -> State:

@@ -135,7 +135,10 @@ class Verification:
 
 
 def _on_another_mesh(config: Config) -> Config:
-    """The configuration on two devices, as replicas or, if there is one rank, as a pipeline."""
+    """The configuration on two devices, as replicas or, if there is one rank, as a pipeline.
+
+    One pipeline rank has all layers in a row: a loop, if the run has one, saves time to compile.
+    """
     parallel, size = config.parallel, config.batch_shape["batch_size"]
     mesh = {"pp": 1, "dp": 1}
     if parallel.pp == 1 and config.model.pipeline_layers > 1:
@@ -146,6 +149,8 @@ def _on_another_mesh(config: Config) -> Config:
         config.train, microbatch_size=size // mesh["dp"], loss_chunks=1, offload_layers=0
     )
     other = gpipe_on(config, **mesh)
+    if mesh["pp"] == 1:
+        other = structs.replace(other, unroll_layers=parallel.unroll_layers)
     runtime = config.runtime
     if runtime.cpu_devices:
         runtime = structs.replace(runtime, cpu_devices=other.devices)

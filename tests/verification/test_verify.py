@@ -69,6 +69,7 @@ PAIRS = (
     "train.loss=dpo", "data.source=file", "data.path=pairs", "train.variable_length=true",
     "parallel.dp=1", "train.loss_chunks=2",
 )  # fmt: skip
+LOOP = ("parallel.pp=1", "parallel.dp=1", "model.n_layers=8")
 CASES = {
     "packed": ("data.packing=best_fit", "parallel.pp=1"),
     "ring": ("parallel.cp=2", "parallel.cp_method=ring", "train.loss_chunks=2"),
@@ -84,6 +85,11 @@ CASES = {
     "uneven": ("model.n_layers=7", "model.dropout=0.1", "parallel.dp_replicate=2"),
     "variable": ("train.variable_length=true", *MIXTURE),
     "pairs": PAIRS,
+    "loop": LOOP,
+    "loop that gathers": (
+        "parallel.pp=1", "parallel.zero_stage=3", "parallel.unroll_layers=2", "model.n_layers=8",
+    ),
+    "offloaded": ("model.n_layers=8", "train.offload_layers=1"),
 }  # fmt: skip
 
 
@@ -125,6 +131,13 @@ def test_a_planted_fault_is_named(plain):
     assert plant(plain, fault).error > 1e-3
 
 
+def test_a_fault_in_a_loop_over_layers_is_named(path):
+    run = verification(path, *LOOP, "train.grad_accum_steps=1", "train.remat=none")
+    (fault,) = (fault for fault in FAULTS if fault.run)
+    assert fault.applies(run.trainer)
+    assert plant(run, fault).error > 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", CASES.values(), ids=CASES)
 def test_combinations_equal_the_reference(path, overrides):
@@ -143,7 +156,7 @@ def test_families_equal_the_reference(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixture", "tensor", "sliced", "packed"])
+@pytest.mark.parametrize("name", ["mixture", "tensor", "sliced", "packed", "loop"])
 def test_every_fault_is_noticed(path, name):
     run = verification(path, *CASES[name])
     errors = {f.name: plant(run, f).error for f in FAULTS if f.applies(run.trainer)}
@@ -183,6 +196,12 @@ def test_a_mesh_of_many_devices_shrinks_and_says_so(path):
 def test_what_shrinks_keeps_the_rules(path, overrides):
     """On both meshes."""
     assert verification(path, *overrides).other.config.parallel.devices <= 2
+
+
+def test_the_other_mesh_keeps_a_loop_over_all_layers(path):
+    run = verification(path, "model.n_layers=12", "parallel.unroll_layers=2")
+    lengths = [list(map(len, trainer.layout.runs)) for trainer in (run.trainer, run.other)]
+    assert lengths == [[5], [10]]
 
 
 def test_a_bad_configuration_is_refused(path, capsys):
