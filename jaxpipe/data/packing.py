@@ -143,10 +143,10 @@ def _pack_fewer_rows(
     fewest = max(int((counts * np.arange(len(counts))).sum()) / len(counts), counts.sum() / most)
     found = None
     for spare in _SPARE_ROWS:
-        begun = ceil(spare * fewest)
-        if begun >= rows:
+        planned = ceil(spare * fewest)
+        if planned >= rows:
             break
-        packed = pack_worst_fit(counts, most, by_slots, first, begun)
+        packed = pack_worst_fit(counts, most, by_slots, first, planned)
         if len(packed.numbers) < rows:
             found, rows = packed, len(packed.numbers)
     return found
