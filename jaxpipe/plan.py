@@ -262,7 +262,7 @@ def _of_documents(config: Config, rows: PackingEstimate, best: Estimate, peak: f
     """
     tokens = sum(length * count for length, count in rows.documents.items())
     flops = config.model.flops_of_documents(rows.documents) / tokens
-    flops -= config.model.weight_gradient_flops if config.lora.rank else 0
+    flops -= config.model.frozen_flops(config.lora.rank)
     mfu = best.tokens_per_second / config.parallel.devices * flops / peak
     return (
         f"packed ({config.data.packing}): {rows.efficiency:.2%} of the rows is no padding, and "

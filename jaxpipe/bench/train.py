@@ -46,7 +46,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     kind = jax.devices()[0].device_kind
     peak = peak_flops(kind)
     flops = rate * config.model.flops_per_token(train.seq_len)
-    flops -= rate * config.model.weight_gradient_flops if config.lora.rank else 0
+    flops -= rate * config.model.frozen_flops(config.lora.rank)
     return {
         "device": kind,
         "devices": devices,

@@ -83,10 +83,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Model FLOPs of training per token, from which utilisation (MFU) is computed."""
         raise NotImplementedError
 
-    @property
-    def weight_gradient_flops(self) -> float:
-        """Those of them that are for gradients of weights, which frozen weights do not need."""
-        return self.flops_per_token(0) / 3
+    def frozen_flops(self, lora_rank: int) -> float:
+        """FLOPs per token for gradients of weights, which adapters leave out; 0 for rank 0."""
+        return self.flops_per_token(0) / 3 if lora_rank else 0.0
 
     def flops_of_documents(self, documents: Mapping[int, int]) -> float:
         """Model FLOPs of documents, given as counts by length; attention stays in a document."""

@@ -55,7 +55,7 @@ def arrange_variant(
     if variant == variant_of(config):
         own = arrange(config, devices)
         try:
-            _ = own.unroll_layers
+            _ = own.unroll_layers  # computed, and checked, when it is read
         except ConfigError as error:
             raise ScheduleError(str(error)) from error
         return own

@@ -63,8 +63,7 @@ class Rates:
         if contents is not None:
             documents = Counter(contents.documents.tolist())
             flops = of_device / tokens * self.config.model.flops_of_documents(documents)
-        if self.config.lora.rank:
-            flops -= of_device * self.config.model.weight_gradient_flops
+        flops -= of_device * self.config.model.frozen_flops(self.config.lora.rank)
         values = {
             "lr": self._learning_rate_of(max(step - 1 - skipped, 0)),
             "tokens_seen": tokens_seen,

@@ -94,10 +94,10 @@ class Float64Trainer(Trainer):
         one = super().pipeline
         if self.alter:
             one = replace(one, functions=self.alter(one.functions, self.config))
-        if self.alter_tables or self.alter_run:
-            own = [getattr(one, field.name) for field in fields(one)]
-            same = lambda value: value  # noqa: E731
-            one = AlteredPipeline(*own, self.alter_tables or same, self.alter_run or same)
+        altered = {"alter_tables": self.alter_tables, "alter_run": self.alter_run}
+        if given := {name: alter for name, alter in altered.items() if alter}:
+            own = {field.name: getattr(one, field.name) for field in fields(one)}
+            one = AlteredPipeline(**own, **given)
         return one
 
     def state_with(self, embed_head: Tree, layers: list[Tree], variables: Tree) -> State:

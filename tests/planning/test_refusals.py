@@ -24,10 +24,7 @@ FUSED_RING = (
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["parallel.ppp=2"],
-            "unknown key parallel.ppp: did you mean parallel.pp\\?",
-        ),
+        (["parallel.ppp=2"], "unknown key parallel.ppp: did you mean parallel.pp\\?"),
         (["paralel.pp=2"], "unknown section .paralel.: did you mean .parallel.\\?"),
         (
             ["distributed.pp=2"],
