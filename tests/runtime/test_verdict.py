@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxpipe.checkpoint import save_barrier
 from jaxpipe.runtime import position
 from jaxpipe.runtime.activity import DEVICES, OWN_WORK, PROCESSES, activity
 from jaxpipe.runtime.position import PHASES
@@ -157,6 +158,7 @@ def stack(*files):
 LOOP, DATA = "/x/jaxpipe/training/loop.py", "/x/jaxpipe/data/readers.py"
 ARRAY, CALLBACK = "/lib/jax/_src/array.py", "/lib/jax/_src/callback.py"
 SERVICE, BARRIER = "/x/jaxpipe/runtime/coordination.py", "/lib/orbax/x/multihost/multihost.py"
+SAVE_BARRIER = save_barrier.__file__
 LOCK, SAVE = "/python/threading.py", "/lib/orbax/checkpointer.py"
 
 
@@ -171,6 +173,7 @@ LOCK, SAVE = "/python/threading.py", "/lib/orbax/checkpointer.py"
         ([LOOP, ARRAY], [[SAVE, "/python/selectors.py"]], DEVICES, LOOP),
         ([LOOP, SAVE, LOCK], [[SAVE, BARRIER], [SAVE, LOCK]], PROCESSES, BARRIER),
         ([LOOP, SAVE, LOCK], [[SAVE, "/python/x.py"], [SAVE, BARRIER]], PROCESSES, BARRIER),
+        ([LOOP, SAVE, LOCK], [[SAVE, SAVE_BARRIER]], PROCESSES, SAVE_BARRIER),
         ([LOOP, SAVE, LOCK], [[SAVE, "/python/selectors.py"]], OWN_WORK, "/python/selectors.py"),
         ([LOOP, SAVE, LOCK], [[LOCK], [DATA]], OWN_WORK, SAVE),
     ],
