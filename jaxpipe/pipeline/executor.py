@@ -1,4 +1,4 @@
-"""The pipelined step: checks that model, schedule and mesh match, and wraps the `shard_map`."""
+"""The pipelined step of a model, a schedule and a mesh: it wraps the `shard_map`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,6 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpipe.contract import Aux, StageFunctions
 from jaxpipe.parallel import (
     PP,
-    REPLICA_AXES,
     Sharding,
     StageLayout,
     batch_spec,
@@ -20,6 +19,7 @@ from jaxpipe.parallel import (
 )
 from jaxpipe.parallel.flags import is_trained, select
 from jaxpipe.pipeline.execution import Execution
+from jaxpipe.pipeline.fit import check_fit, check_overlapping_steps
 from jaxpipe.pipeline.program import DeviceProgram
 from jaxpipe.pipeline.reference import StepOutput
 from jaxpipe.pipeline.updates import Accepts, Update, UpdateOutputs, UpdatingProgram
@@ -167,8 +167,8 @@ class Pipeline:
 
         Raises `ValueError` also for options that overlapping steps do not support (`updates.py`).
         """
-        self._check_fit(params, batch)
-        self._check_updates()
+        check_fit(self, params, batch)
+        check_overlapping_steps(self.schedule, self.execution)
         specs, all_have = self.sharding.partition_specs(params), PartitionSpec()
         of_moments = map_stage_stacked(
             self.sharding.partition_specs, moments, lambda leaf: all_have
@@ -201,7 +201,7 @@ class Pipeline:
     def _run(
         self, tables: Tables, params: Tree, batch: Tree, variables: Tree, loss_scale: Any = None
     ) -> StepOutput:
-        self._check_fit(params, batch)
+        check_fit(self, params, batch)
         unsharded = variables, loss_scale
         return self._program(tables, params)(params, batch, unsharded, tables.columns)
 
@@ -228,69 +228,6 @@ class Pipeline:
     def _rank_program(self, tables: Tables, params: Tree, steps: int = 0) -> DeviceProgram:
         layout, stored = self.layout(len(params["layers"])), self.sharding.param_shardings(params)
         return DeviceProgram(self.functions, tables, self.execution, layout, stored, steps)
-
-    def _check_updates(self) -> None:
-        how, schedule = self.execution, self.schedule
-        lockstep = how.lockstep
-        if lockstep.vocab_parallel or how.reshard_after_forward or schedule.slices > 1:
-            raise ValueError(
-                f"{schedule.name} with updates={schedule.updates}: steps overlap only where ranks "
-                f"have full embeddings, heads, layers and sequences, but "
-                f"vocab_parallel={lockstep.vocab_parallel}, "
-                f"reshard_after_forward={how.reshard_after_forward}, slices={schedule.slices}."
-            )
-        if how.divides_at_end:
-            raise ValueError(
-                f"{schedule.name} with updates={schedule.updates}: steps that overlap have no loss "
-                f"scale, which compute_dtype=float16 needs: use bfloat16, or run steps in turn."
-            )
-
-    def _check_fit(self, params: Tree, batch: Tree) -> None:
-        schedule, functions = self.schedule, self.functions
-        pp, dp = self.mesh.shape[PP], 1
-        for axis in REPLICA_AXES:
-            dp *= self.mesh.shape[axis]
-        if (schedule.slices > 1) != functions.has_slices:
-            raise ValueError(
-                f"{schedule.name} has slices={schedule.slices}: the functions need a state if, and "
-                f"only if, there is more than one."
-            )
-        if schedule.pp != pp:
-            raise ValueError(f"the schedule has {schedule.pp} ranks but the mesh has pp={pp}.")
-        counts, slots = self.layers_per_stage, len(params["layers"])
-        stages, chunks = schedule.stages, schedule.placement.stored_chunks
-        fits = slots % chunks == 0 if counts is None else len(counts) == stages
-        if fits:
-            needed = len(self.layout(slots).runs)
-        if not fits or needed != slots:
-            raise ValueError(
-                f"layers_per_stage={counts and list(counts)} with {slots} layer slots a rank: "
-                f"{schedule.name} has {stages} stages, {chunks} a rank, so it needs {stages} "
-                f"counts, and for every chunk as many slots as its longest stage has layers."
-            )
-        how = self.execution
-        if how.unroll_layers is not None and (how.offload_layers or self.tables.pairs):
-            raise ValueError(
-                f"unroll_layers={how.unroll_layers} with offload_layers={how.offload_layers} and "
-                f"{len(self.tables.pairs)} pairs of actions: a loop over layers is for neither; "
-                f"leave unroll_layers None."
-            )
-        self._check_batch(batch, dp)
-
-    def _check_batch(self, batch: Tree, dp: int) -> None:
-        schedule, reads = self.schedule, self.functions.batch_keys
-        unknown = [name for name in batch if reads is not None and name not in reads]
-        if unknown:
-            raise ValueError(
-                f"the batch has a leaf {unknown[0]!r} that the model does not read: leave it out; "
-                f"it reads {', '.join(reads)}."
-            )
-        for leaf in jax.tree.leaves(batch):
-            if leaf.shape[0] != schedule.microbatches or leaf.shape[1] % dp:
-                raise ValueError(
-                    f"a batch leaf has shape {leaf.shape}: it needs [M, B, ...] with the "
-                    f"schedule's M={schedule.microbatches} and B a multiple of dp={dp}."
-                )
 
 
 def loss_and_gradients(
