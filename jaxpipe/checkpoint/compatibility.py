@@ -98,9 +98,10 @@ def _check_optimizer(
     `saved` is the section `[optimizer]` of the configuration in the checkpoint's metadata `meta`.
     """
     before, now = saved.get("name"), config.optimizer.name
-    if before == "schedule_free" and not with_moments and meta.get("kind") != "params":
+    has_average = meta.get("has_average", before == "schedule_free")
+    if has_average and not with_moments and meta.get("kind") != "params":
         raise ConfigError(
-            f"checkpoint {checkpoint} is of optimizer.name='schedule_free', whose parameters are "
+            f"checkpoint {checkpoint} is of optimizer.name={before!r}, whose parameters are "
             f"not the average that it evaluates and exports: export it and import that, or resume "
             f"it as a whole."
         )

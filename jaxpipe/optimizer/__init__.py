@@ -1,6 +1,6 @@
 """Optimizers on stage-stacked parameters, learning rates, clipping by norm, and the update."""
 
-from jaxpipe.optimizer.build import KINDS, averaged, build, kind_of
+from jaxpipe.optimizer.build import KINDS, averaged, build, has_average, kind_of
 from jaxpipe.optimizer.custom import load_custom
 from jaxpipe.optimizer.groups import groups
 from jaxpipe.optimizer.layerwise import check_independent, layerwise
@@ -16,6 +16,7 @@ __all__ = [
     "clip_by_global_norm",
     "global_norm",
     "groups",
+    "has_average",
     "kind_of",
     "layerwise",
     "learning_rate",

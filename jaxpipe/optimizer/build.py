@@ -160,12 +160,17 @@ def _of_trained(
     )
 
 
+def has_average(moments: Tree) -> bool:
+    """Whether the state of the optimizer has the average that is evaluated (schedule-free)."""
+    return isinstance(moments, optax.contrib.ScheduleFreeState)
+
+
 def averaged(moments: Tree, params: Tree) -> Tree:
     """The parameters to evaluate: `params`, or their average where the optimizer is schedule-free.
 
     `moments` is the state of the optimizer from `build`.
     """
-    if not isinstance(moments, optax.contrib.ScheduleFreeState):
+    if not has_average(moments):
         return params
     trained = jax.tree.map(lambda leaf, z: z is not None, params, moments.z)
     average = optax.contrib.schedule_free_eval_params(moments, select(trained, params))

@@ -184,12 +184,14 @@ class TrainLoop:
             skipped, not_finite = values["skipped_steps"], values["not_finite_in_row"]
             if not (limit or train.spike_sigma or skipped):
                 del values["skipped_steps"], values["not_finite_in_row"]
+            spikes = values.get("spikes_in_row", 0)
+            stops = not_finite > limit or spikes > train.spike_limit
+            if (not_finite or spikes or not values["target_tokens"]) and not stops:
+                skipped -= 1  # this step
             values |= dispatched.spent | self.stragglers.take()
             values |= self.trainer.rates(
                 dispatched.step, dispatched.after.tokens, seconds, skipped, dispatched.contents
             )
-            spikes = values.get("spikes_in_row", 0)
-            stops = not_finite > limit or spikes > train.spike_limit
             if self._evaluates_at(dispatched.step) and not stops:
                 with _timed(values, "eval_seconds"):
                     values["eval_loss"] = self._heldout_loss(state)

@@ -52,7 +52,7 @@ class Rates:
           step: number of the step.
           tokens_seen: training tokens up to and including the step.
           seconds: time of the step [s].
-          skipped: steps without an update so far, which the learning rate does not count.
+          skipped: earlier steps without an update, which the learning rate does not count.
           contents: documents and padding of the step's rows; None: rows have no padding. Padding
             does not count as tokens, and attention FLOPs follow the documents, not the rows.
         """
@@ -65,7 +65,7 @@ class Rates:
             flops = of_device / tokens * self.config.model.flops_of_documents(documents)
         flops -= of_device * self.config.model.frozen_flops(self.config.lora.rank)
         values = {
-            "lr": self._learning_rate_of(max(step - 1 - skipped, 0)),
+            "lr": self._learning_rate_of(step - 1 - skipped),
             "tokens_seen": tokens_seen,
             "tokens_per_second": per_second,
             "tokens_per_second_per_device": of_device,

@@ -10,6 +10,7 @@ from jaxpipe.config import Config, ConfigError, TrainConfig
 from jaxpipe.runtime import position
 from jaxpipe.training.start import DataPosition, position_in
 from jaxpipe.training.state import State
+from jaxpipe.training.step_guard import without_spikes
 from jaxpipe.training.trainer import Trainer
 from jaxpipe.training.unread import Dispatched
 
@@ -87,4 +88,4 @@ def roll_back(
         f"{at.position - 1} of the training order are passed over (rollback {seen.rollbacks} of at "
         f"most train.spike_rollbacks={train.spike_rollbacks})"
     )
-    return trainer.state_of(parts, meta["guard"]), seen
+    return trainer.state_of(parts, without_spikes(meta["guard"])), seen

@@ -1,6 +1,6 @@
 """The initial state of a run: from its newest checkpoint, from another run's, or new."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from jaxpipe.data.manifest import read_manifest
 from jaxpipe.data.sources import RunData
 from jaxpipe.data.token_files import find_prepared_folders
 from jaxpipe.model.lora import NAME as LORA
+from jaxpipe.optimizer import has_average
 from jaxpipe.planning import Devices, RunPlan, resolve
 from jaxpipe.runtime.storage import AnyPath, local_copy, open_path
 from jaxpipe.training.state import State
@@ -76,7 +77,7 @@ def _started(
     check = partial(check_same_settings, config=trainer.config, with_moments=True)
     if latest := checkpoints.restore(shapes.parts(), say, check):
         restored, meta = latest
-        return *_resumed(trainer, restored, meta, data, say), meta
+        return *_resumed(trainer, restored, meta, data, say, older_steps=checkpoints.steps), meta
     if resume != "none" and checkpoints.damaged_directories:
         damaged = ", ".join(path.name for path in checkpoints.damaged_directories)
         raise ConfigError(
@@ -158,6 +159,7 @@ def describe(
         "rollbacks": seen.rollbacks,
         "tokens": seen.tokens,
         "guard": guard.saved(),
+        "has_average": has_average(trainer.state_shapes.optimizer),
         "data": data.train.fingerprint,
         "layout": f"{parallel.mesh} {parallel.schedule}",
         "config": configs.to_toml(trainer.config),
@@ -177,7 +179,9 @@ def _resumed(
     data: RunData,
     say: Say,
     but: str = "",
+    older_steps: Sequence[int] = (),
 ) -> tuple[State, DataPosition]:
+    """The state and data position of a checkpoint; `older_steps`: of checkpoints to go back to."""
     seen, restarts = position_in(meta, trainer.config), not data.train.has(meta["data"])
     if restarts and not trainer.config.data.restart:
         raise ConfigError(
@@ -198,8 +202,12 @@ def _resumed(
     if new := sorted(known.keys() - has.keys()) if isinstance(known, dict) else []:
         say(f"the checkpoint has no {', '.join(new)} of this model: started from initial values")
     guard, train = meta.get("guard", {}), trainer.config.train
-    if seen.rollbacks >= train.spike_rollbacks:
-        guard = able_to_go_on(guard, train)
+    first_spike = meta["step"] - guard.get("spikes", {}).get("in_row", 0) + 1
+    guard = able_to_go_on(
+        guard, train,
+        may_roll_back=seen.rollbacks < train.spike_rollbacks,
+        has_older=min(older_steps, default=first_spike) < first_spike,
+    )  # fmt: skip
     return trainer.state_of(parts, guard), seen
 
 

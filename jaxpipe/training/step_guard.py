@@ -94,6 +94,7 @@ class StepGuard(NamedTuple):
     def saved(self) -> dict[str, Any]:
         """The numbers that a checkpoint keeps, by name."""
         numbers: dict[str, Any] = {
+            "in_row": int(self.in_row),
             "skipped": int(self.skipped),
             "finite_steps": int(self.finite_steps),
         }
@@ -109,6 +110,7 @@ class StepGuard(NamedTuple):
         if spikes is not None and "spikes" in saved:
             spikes = spikes.restored(saved["spikes"])
         return self._replace(
+            in_row=jnp.int32(saved.get("in_row", 0)),
             skipped=jnp.int32(saved.get("skipped", 0)),
             finite_steps=jnp.int32(saved.get("finite_steps", 0)),
             loss_scale=None if scale is None else jnp.float32(saved.get("loss_scale", scale)),
@@ -116,12 +118,31 @@ class StepGuard(NamedTuple):
         )
 
 
-def able_to_go_on(saved: Mapping[str, Any], train: TrainConfig) -> Mapping[str, Any]:
-    """What `StepGuard.saved` returned, without a series of spikes as long as the limit.
+def able_to_go_on(
+    saved: Mapping[str, Any], train: TrainConfig, *, may_roll_back: bool, has_older: bool
+) -> Mapping[str, Any]:
+    """What `StepGuard.saved` returned, without a series of steps that would stop the resumed run.
 
     The run stopped at the next step, and from this checkpoint it would stop there again.
+
+    Args:
+      saved: the guard of a checkpoint.
+      train: the limits on consecutive skipped steps.
+      may_roll_back: whether `train.spike_rollbacks` allows another rollback.
+      has_older: whether there is a checkpoint from before the series of spikes to go back to. If
+        not, a new series begins, and the resumed run can go back to this checkpoint.
     """
-    spikes = saved.get("spikes")
-    if not spikes or spikes["in_row"] < train.spike_limit:
-        return saved
-    return {**saved, "spikes": {**spikes, "in_row": 0}}
+    able = dict(saved)
+    if able.get("in_row", 0) >= train.skip_non_finite:
+        able["in_row"] = 0
+    if spikes := able.get("spikes"):
+        longest = train.spike_limit - 1
+        if may_roll_back:
+            longest = train.spike_limit if has_older else 0
+        return able if spikes["in_row"] <= longest else without_spikes(able)
+    return able
+
+
+def without_spikes(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What `StepGuard.saved` returned, with its window of spikes, and after none of them."""
+    return {**saved, "spikes": {**saved["spikes"], "in_row": 0}}

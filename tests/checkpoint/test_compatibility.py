@@ -115,8 +115,13 @@ def test_the_average_of_schedule_free_is_not_lost():
     check_same_settings(Path("c"), meta | {"kind": "params"}, other, with_moments=False)
     with pytest.raises(ConfigError, match=r"optimizer.beta1=0.9 but this configuration has 0.5"):
         check_same_settings(Path("c"), meta, other, with_moments=True)
-    with pytest.raises(ConfigError, match="not the average that it evaluates and exports: export"):
-        check_same_settings(Path("c"), meta, config, with_moments=False)
+    own = configs.to_toml(configs.load(SMALL, ["optimizer.name=module:function"]))
+    for saved in (meta, {"config": own, "has_average": True}):
+        with pytest.raises(ConfigError, match="not the average that it evaluates and exports"):
+            check_same_settings(Path("c"), saved, config, with_moments=False)
+    check_same_settings(
+        Path("c"), {"config": own, "has_average": False}, config, with_moments=False
+    )
 
 
 def test_adapters_are_scaled_as_they_were_trained():

@@ -80,7 +80,7 @@ class Recorder:
 
     def rates(self, step, tokens, seconds, skipped, contents):
         assert (tokens, contents) == (step * SAMPLES * 32, None)
-        return {"lr": 0.1, "step_seconds": seconds}
+        return {"lr": step - 1 - skipped, "step_seconds": seconds}
 
     def save(self, step, parts, meta):
         assert parts["step"] == step
@@ -298,6 +298,8 @@ def test_so_many_steps_in_a_row_may_be_left_out(tmp_path):
     assert "at step 4: left out, 2 in a row of at most train.skip_non_finite=2" in said[1]
     assert "at step 10, samples" in said[-1]
     assert [line["skipped_steps"] for line in recorder.lines()] == [0, 0, 1, 2, 2, 3, 3, 4, 5, 5]
+    updates = [line["lr"] for line in recorder.lines()]  # before the step, so of its own rate
+    assert updates == [0, 1, 2, 2, 2, 3, 3, 4, 4, 4]
 
 
 @pytest.mark.extended

@@ -68,7 +68,7 @@ def test_a_run_that_left_a_step_out_is_one_that_never_saw_its_data(tmp_path, mes
     assert (got.pop("step"), want.pop("step")) == (5, 4)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert meta["position"] == 5 * trainer.samples_per_step
-    assert meta["guard"] == {"skipped": 1, "finite_steps": 2}
+    assert meta["guard"] == {"in_row": 0, "skipped": 1, "finite_steps": 2}
     lines = metrics(tmp_path / "skipped")
     assert [line["skipped_steps"] for line in lines.values()] == [0, 0, 1, 1, 1]
     assert lines[3]["loss"] is None
@@ -80,6 +80,17 @@ def test_a_resumed_run_knows_how_many_it_left_out(tmp_path):
     assert run(trainer_of(*settings, "train.steps=3"), tmp_path, data=without(2)) == 0
     assert run(trainer_of(*settings, "train.steps=4"), tmp_path) == 0
     assert metrics(tmp_path)[4]["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize(("in_row", "left"), [(1, 1), (2, 0)])
+def test_a_resumed_run_goes_on_counting_unless_the_next_step_would_stop_it(in_row, left):
+    train = configs.load(SMALL, ["train.skip_non_finite=2"]).train
+    guard, nothing = step_guard.StepGuard.fresh(train), jnp.float32(jnp.nan)
+    for _ in range(in_row):
+        guard, _ = guard.after(nothing, nothing, train)
+    saved = step_guard.able_to_go_on(guard.saved(), train, may_roll_back=False, has_older=False)
+    again = step_guard.StepGuard.fresh(train).restored(saved)
+    assert (again.in_row, again.skipped) == (left, in_row)
 
 
 def half_precision(steps, *overrides):

@@ -26,7 +26,7 @@ from jaxpipe.planning.checks import check_settings
 from jaxpipe.training.loggers import open_loggers
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.rollback import Failure, roll_back
-from jaxpipe.training.step_guard import StepGuard
+from jaxpipe.training.step_guard import StepGuard, able_to_go_on
 
 SETTINGS = [
     "optimizer.decay=constant", "train.spike_sigma=6", "train.spike_window=4", "parallel.pp=2",
@@ -207,6 +207,34 @@ def test_a_run_that_stopped_goes_on_from_its_last_checkpoint(tmp_path):
     assert run(until(8, trainer), tmp_path, data=data) == 1
     assert complete(tmp_path)[-1] == 6
     assert run(until(8, trainer), tmp_path, data=data) == 0
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_from_before_the_spikes_a_new_start_goes_back_to_its_own(tmp_path):
+    """The only checkpoint is of a step within the series, whose parameters are those before it."""
+    how = [*SETTINGS, "train.spike_limit=1", "train.spike_rollbacks=1", "checkpoint.every=3"]
+    trainer, data = trainer_of(*how), spiking(3, 4, 5, 6)
+    assert run(until(8, trainer), tmp_path, data=data) == 1
+    assert complete(tmp_path) == [3]
+    code, said = printing(until(8, trainer), tmp_path, data=data)
+    assert code == 0
+    assert sum("number 2 in a row" in line and "back to step 3" in line for line in said) == 1
+
+
+@pytest.mark.parametrize(
+    ("in_row", "may_roll_back", "has_older", "left"),
+    [
+        (1, False, False, 1), (2, False, True, 0),  # at the limit, the next spike would stop it
+        (2, True, True, 2), (3, True, True, 0),  # above it the limit is lower than it was
+        (1, True, False, 0), (2, True, False, 0),
+    ],
+)  # fmt: skip
+def test_a_series_that_would_stop_the_resumed_run_is_over(in_row, may_roll_back, has_older, left):
+    config = configs.load(SMALL, ["train.spike_sigma=6", "train.spike_limit=2"])
+    saved = StepGuard.fresh(config.train).saved() | {"skipped": 7}
+    saved["spikes"]["in_row"] = in_row
+    able = able_to_go_on(saved, config.train, may_roll_back=may_roll_back, has_older=has_older)
+    assert able == saved | {"spikes": saved["spikes"] | {"in_row": left}}
 
 
 def test_a_spike_between_steps_that_are_not_finite_does_not_end_their_series(tmp_path):
