@@ -4,6 +4,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from jaxpipe.parallel import PP, REPLICA_AXES
 from jaxpipe.pipeline.execution import Execution
@@ -56,9 +57,10 @@ def _check_batch(pipeline: "Pipeline", batch: Tree) -> None:
         )
     dp = math.prod(pipeline.mesh.shape[axis] for axis in REPLICA_AXES)
     for leaf in jax.tree.leaves(batch):
-        if leaf.shape[0] != microbatches or leaf.shape[1] % dp:
+        shape = np.shape(leaf)
+        if len(shape) < 2 or shape[0] != microbatches or shape[1] % dp:
             raise ValueError(
-                f"a batch leaf has shape {leaf.shape}: it needs [M, B, ...] with the "
+                f"a batch leaf has shape {shape}: it needs [M, B, ...] with the "
                 f"schedule's M={microbatches} and B a multiple of dp={dp}."
             )
 

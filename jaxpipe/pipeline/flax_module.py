@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.errors import FlaxError
 from jax.sharding import PartitionSpec
 
 from jaxpipe.parallel import TP
@@ -25,6 +26,7 @@ class ModuleFunction:
       name: how errors name the module.
       graph: the module without its arrays.
       shapes: shapes and dtypes of its parameters, a nested dict.
+      types: their types, `nnx.Param` or a subclass.
       constants: its other arrays, which a call may read but not change.
       specs: `ParamSpec` of every parameter: sharded over tp along the first dim for which the Flax
         metadata (`out_sharding`, its logical axes resolved by their rules) names the mesh axis tp.
@@ -33,6 +35,7 @@ class ModuleFunction:
     name: str
     graph: nnx.GraphDef
     shapes: Tree
+    types: Tree
     constants: Tree
     specs: Tree
 
@@ -74,12 +77,14 @@ class ModuleFunction:
             matrix = (len(shape) - 2, len(shape) - 1) if len(shape) > 1 else None
             return ParamSpec(tuple((TP, dim) for dim in sharded), partial_grad_axes, matrix=matrix)
 
+        is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
         is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
         named = nnx.to_pure_dict(nnx.get_partition_spec(states[0]))
         function = cls(
             name,
             graph,
             shapes=jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), params),
+            types=nnx.to_pure_dict(jax.tree.map(type, states[0], is_leaf=is_variable)),
             constants=jax.tree.map(np.asarray, constants),
             specs=jax.tree.map_with_path(spec, named, params, is_leaf=is_spec),
         )
@@ -94,16 +99,24 @@ class ModuleFunction:
     ) -> Any:
         """Call the module, or the one that `part` takes from it.
 
-        Raises `ValueError` where the call changes a variable, such as a running mean.
+        Raises `ValueError` where the call changes a variable, such as a running mean, or is not
+        possible for a linen module as it is.
         """
         module = self.module(params)
         for _, node in nnx.iter_graph(module):
             # Linen would constrain the value to this sharding, but here it is a shard already.
             if isinstance(node, nnx.Variable) and node.has_metadata("linen_meta_type"):
                 node.del_metadata("linen_meta_type")
-        before = _other_leaves(module)
-        result = part(module)(*args)
-        after = _other_leaves(module)
+        before = _leaves(module)
+        try:
+            result = part(module)(*args)
+        except FlaxError as error:
+            raise ValueError(
+                f"{self.name} cannot be called ({str(error).partition(' (http')[0]}): a linen "
+                f"module must be initialised by lazy_init(x), in its evaluation mode, and without "
+                f"dropout."
+            ) from error
+        after = _leaves(module)
         if len(after) != len(before) or any(a is not b for a, b in zip(after, before)):
             raise ValueError(
                 f"{self.name} changes variables when it is called (batch statistics, a cache, sown "
@@ -122,8 +135,8 @@ class ModuleFunction:
         return self.graph, self.shapes, self.specs, bits
 
 
-def _other_leaves(module: Any) -> list[jax.Array]:
-    return jax.tree.leaves(nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))))
+def _leaves(module: Any) -> list[jax.Array]:
+    return jax.tree.leaves(nnx.to_pure_dict(nnx.state(module)))
 
 
 def check_modules(modules: Mapping[str, Any]) -> None:
@@ -143,9 +156,25 @@ def check_modules(modules: Mapping[str, Any]) -> None:
                 f"{name} is a linen module without parameters: call its lazy_init(x) first."
             )
         for _, node in nnx.iter_graph(module):
+            if isinstance(node, nnx.Variable) and not isinstance(node, nnx.RngState):
+                _check_variable(name, node)
             owner = owners.setdefault(id(node), name) if isinstance(node, nnx.Variable) else name
             if owner != name and {owner, name} != {"embed", "head"}:
                 raise ValueError(
                     f"{owner} and {name} share a variable, but only embed and head may, since "
                     f"layers can be on different devices: give each its own."
                 )
+
+
+def _check_variable(name: str, variable: nnx.Variable) -> None:
+    value, kind = variable.get_raw_value(), type(variable).__name__
+    is_tree = value is not None and not jax.tree_util.all_leaves([value])
+    is_key = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    if is_tree or is_key:
+        what = "random key" if is_key else type(value).__name__
+        raise ValueError(f"{name} has an nnx.{kind} that is a {what}, but it must be one array.")
+    if hooks := [hook for hook in ("on_get_value", "on_set_value") if variable.has_metadata(hook)]:
+        raise ValueError(
+            f"{name} has an nnx.{kind} with {hooks[0]}, which a pipeline would not run: compute it "
+            f"in the module's call."
+        )

@@ -39,9 +39,14 @@ class FlaxPipeline(nnx.Module):
 
     def __init__(self, model: "_Model", pipeline: Pipeline, embed_head: Tree, layers: list[Tree]):
         self._static = _Static(model, pipeline)
-        params = {"embed_head": embed_head, "layers": self._static.layout.stack(layers)}
-        placed = jax.device_put(params, pipeline.sharding.named_shardings(params))
-        self.params = nnx.data(jax.tree.map(nnx.Param, placed))
+        layout, kinds = self._static.layout, {kind.name: kind for kind in model.layers}
+        of_runs = [kinds[layout.slot_kinds[run.start]].types for run in layout.runs]
+        types = {"embed_head": model.embed_head.types, "layers": tuple(of_runs)}
+        params = {"embed_head": embed_head, "layers": layout.stack(layers)}
+        shardings = pipeline.sharding.named_shardings(params)
+        # Not the arrays of the modules, which a step that donates its state would delete.
+        placed = jax.device_put(params, shardings, may_alias=False)
+        self.params = nnx.data(jax.tree.map(lambda kind, leaf: kind(leaf), types, placed))
 
     @property
     def pipeline(self) -> Pipeline:
@@ -141,6 +146,12 @@ def from_flax(
     >>> losses[0] > losses[1] > losses[2]
     True
     """
+    if isinstance(layers, nnx.Module) and not isinstance(layers, nnx.List):
+        raise ValueError(f"layers is a {type(layers).__name__}: give a list of modules.")
+    if not isinstance(schedule, Schedule):
+        raise ValueError(
+            f"schedule is {schedule!r}: give schedule.build(NAME, pp=P, microbatches=M)."
+        )
     layers, tp = list(layers), mesh.shape[TP]
     if not layers:
         raise ValueError("the list of layers is empty: a pipeline needs a layer for every stage.")
@@ -246,24 +257,34 @@ class _Model:
         )
 
     def _embed(self, params: Tree, _: Tree, inputs: Tree) -> jax.Array:
-        return self.embed_head(params, inputs, part=lambda modules: modules["embed"])
+        x = self.embed_head(params, inputs, part=lambda modules: modules["embed"])
+        return _one_array(x, "embed returns", "one array x")
 
     def _terms(self, params: Tree, x: jax.Array, targets: Tree) -> jax.Array:
         outputs = self.embed_head(params, x, part=lambda modules: modules["head"])
-        return self.loss(outputs, targets)
+        return _one_array(self.loss(outputs, targets), "loss returns", "one array of terms")
 
     def _head(self, params: Tree, x: jax.Array, targets: Tree) -> jax.Array:
-        return self._terms(params, x, targets).sum()
+        terms = self._terms(params, x, targets)
+        return terms.sum(dtype=jnp.promote_types(terms.dtype, jnp.float32))
 
     def _count(self, rows: Tree) -> jax.Array:
         if self.count_targets is not None:
-            return self.count_targets(rows["targets"])
+            count = _one_array(self.count_targets(rows["targets"]), "count returns", "a number")
+            if count.shape:
+                raise ValueError(
+                    f"count returns an array of shape {count.shape}, but must return a number."
+                )
+            return count
         params = self.embed_head.shapes
         x = jax.eval_shape(self._embed, params, (), rows["inputs"])
         return jnp.asarray(math.prod(jax.eval_shape(self._terms, params, x, rows["targets"]).shape))
 
     def _layer_kind(self, layer: ModuleFunction) -> LayerKind:
-        apply = partition(lambda params, x, _: layer(params, x), layer.specs, self.tp)
+        def one(params: Tree, x: jax.Array, _: Tree) -> jax.Array:
+            return _one_array(layer(params, x), f"{layer.name} returns", "one array")
+
+        apply = partition(one, layer.specs, self.tp)
         return LayerKind(lambda params, x, context: LayerOutput(apply(params, x, ())), layer.specs)
 
 
@@ -288,7 +309,14 @@ class _Static:
 
 
 def _check_keys(batch: Tree) -> None:
+    kind = type(batch).__name__
     if not isinstance(batch, dict) or batch.keys() != {"inputs", "targets"}:
-        raise ValueError(
-            f"the batch has {', '.join(map(str, batch))}, but must be a dict of inputs and targets."
-        )
+        has = f"has {', '.join(map(str, batch))}" if isinstance(batch, dict) else f"is a {kind}"
+        raise ValueError(f"the batch {has}, but must be a dict of inputs and targets.")
+
+
+def _one_array(value: Any, what: str, wanted: str) -> jax.Array:
+    """The value as an array; raises `ValueError` where it is a tree of several."""
+    if not jax.tree_util.all_leaves([value]) or value is None:
+        raise ValueError(f"{what} a {type(value).__name__}, but must return {wanted}.")
+    return jnp.asarray(value)

@@ -59,7 +59,10 @@ class DeviceParameters:
         dtype = execution.compute_dtype
         cast = masters
         if dtype is not None:
-            cast = jax.tree.map(lambda leaf: leaf.astype(dtype), masters)
+            is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
+            cast = jax.tree.map(
+                lambda leaf: leaf.astype(dtype) if is_float(leaf) else leaf, masters
+            )
         layers = cast["layers"]
         if not execution.reshard_after_forward:
             layers = _whole(stored["layers"], layers)
