@@ -164,6 +164,7 @@ def initialised(module):
     return nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0, dropout=1)).lazy_init(jnp.ones((1, 3, WIDTH)))
 
 
+@pytest.mark.filterwarnings("ignore:Variable hooks are deprecated")
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
