@@ -144,5 +144,5 @@ def able_to_go_on(
 
 
 def without_spikes(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What `StepGuard.saved` returned, with its window of spikes, and after none of them."""
-    return {**saved, "spikes": {**saved["spikes"], "in_row": 0}}
+    """What `StepGuard.saved` returned, perhaps with a window of spikes, and after none of them."""
+    return {**saved, "spikes": {**saved["spikes"], "in_row": 0}} if "spikes" in saved else saved

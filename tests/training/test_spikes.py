@@ -26,7 +26,7 @@ from jaxpipe.planning.checks import check_settings
 from jaxpipe.training.loggers import open_loggers
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.rollback import Failure, roll_back
-from jaxpipe.training.step_guard import StepGuard, able_to_go_on
+from jaxpipe.training.step_guard import StepGuard, able_to_go_on, without_spikes
 
 SETTINGS = [
     "optimizer.decay=constant", "train.spike_sigma=6", "train.spike_window=4", "parallel.pp=2",
@@ -235,6 +235,10 @@ def test_a_series_that_would_stop_the_resumed_run_is_over(in_row, may_roll_back,
     saved["spikes"]["in_row"] = in_row
     able = able_to_go_on(saved, config.train, may_roll_back=may_roll_back, has_older=has_older)
     assert able == saved | {"spikes": saved["spikes"] | {"in_row": left}}
+
+
+def test_a_rollback_may_lead_to_before_spikes_were_counted():
+    assert without_spikes({"skipped": 2}) == {"skipped": 2}
 
 
 def test_a_spike_between_steps_that_are_not_finite_does_not_end_their_series(tmp_path):
