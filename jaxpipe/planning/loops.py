@@ -72,7 +72,7 @@ def _reason(plan: "RunPlan") -> str | None:
     kind = kind_of(config.optimizer.name)
     if not (kind.is_elementwise or kind.is_per_matrix):
         return (
-            f"optimizer.name={config.optimizer.name!r} updates layer by layer, or rounds its "
-            f"averages otherwise in a loop"
+            f"optimizer.name={config.optimizer.name!r} would not update a stack of layers with the "
+            f"bits of single layers"
         )
     return None
