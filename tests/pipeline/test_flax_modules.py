@@ -125,7 +125,7 @@ def test_parameters_of_integers_are_not_cast():
     embed, how = Renamed(), Execution(compute_dtype=jnp.bfloat16)
     want = cross_entropy(head(layer(embed(tokens()["inputs"]))), tokens()["targets"]).mean()
     loss = pipelined(embed, layer, head, execution=how).loss(tokens())
-    np.testing.assert_allclose(loss, want, rtol=2e-2)  # of bfloat16; numbers that were cast cannot index
+    np.testing.assert_allclose(loss, want, rtol=2e-2)  # of bfloat16; cast numbers cannot index
 
 
 class Average(nnx.Module):
