@@ -5,7 +5,8 @@ the harness's table. Settings choose a mesh, devices and a dtype: parallel.pp=2
 runtime.cpu_devices=2 train.compute_dtype=bfloat16; tasks that generate text are slow with
 parallel.pp or parallel.dp. With several processes the first prints and writes.
 
-Exit codes: 0 done; 2 bad input; 3 another process is missing; 130 Ctrl-C.
+Exit codes: 0 done; 2 bad input; 3 another process is missing; 7 storage did not
+answer; 70 an unexpected error; 130 Ctrl-C.
 """
 
 import argparse
@@ -18,10 +19,10 @@ from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import MODEL, parse, parser_of
 from jaxpipe.config.paths import local_path
 from jaxpipe.data.optional import import_optional
-from jaxpipe.inference.command import exit_code, start_devices
+from jaxpipe.inference.command import start_devices
 from jaxpipe.inference.settings import inference_config
 from jaxpipe.inference.token_sequences import write_out
-from jaxpipe.runtime import processes
+from jaxpipe.runtime import command, processes
 
 _ROWS = 2**20  # more sequences than a batch has
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_out(arguments.out, lambda file: file.write(text.encode()))
         print(import_optional("lm_eval.utils", "the table", "eval").make_table(results))
 
-    return exit_code(run)
+    return command.run(run)
 
 
 def _names(tasks: str) -> list[str]:

@@ -7,7 +7,8 @@ chat template of the model or of --tokenizer. The model is put on one device, or
 parallel.tp, whatever mesh trained it. With parallel.pp or parallel.dp, which may span several
 processes, there is no cache: every token costs a pass over the whole text.
 
-Exit codes: 0 done; 2 bad input; 3 another process is missing; 130 Ctrl-C.
+Exit codes: 0 done; 2 bad input; 3 another process is missing; 7 storage did not
+answer; 70 an unexpected error; 130 Ctrl-C.
 """
 
 import argparse
@@ -17,9 +18,9 @@ from math import inf
 
 from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import MODEL, parse, parser_of
-from jaxpipe.inference.command import exit_code, start_devices
+from jaxpipe.inference.command import start_devices
 from jaxpipe.inference.settings import check_generation, inference_config
-from jaxpipe.runtime import processes
+from jaxpipe.runtime import command, processes
 
 _COLDEST = 1e-30  # temperature by which float32 logits can be divided
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_numbers(arguments)
         generate(arguments)
 
-    return exit_code(run)
+    return command.run(run)
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:

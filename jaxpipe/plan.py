@@ -54,26 +54,24 @@ from jaxpipe.planning.rules import rules_table
 from jaxpipe.planning.search_command import check_arguments, search_layouts
 from jaxpipe.planning.search_table import search_as_json, search_table, write_config
 from jaxpipe.planning.size_checks import resolve_sizes
+from jaxpipe.runtime import command
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.runtime.environment import usable_share
-from jaxpipe.schedule import ScheduleError, draw_timeline, fuse_steps, write_schedule
+from jaxpipe.schedule import draw_timeline, fuse_steps, write_schedule
 from jaxpipe.schedule.figure import draw_figure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    try:
-        arguments = parse(_parser(), argv)
-        if arguments.save and (arguments.search or not arguments.check_gpu):
-            raise ConfigError(
-                "--save writes what --check-gpu compiles without --search: give that."
-            )
-        if arguments.search:
-            return _search(arguments)
-        return _check_gpu(arguments) if arguments.check_gpu else _plan(arguments)
-    except (ConfigError, ScheduleError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return command.run(lambda: _run(parse(_parser(), argv)))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.save and (arguments.search or not arguments.check_gpu):
+        raise ConfigError("--save writes what --check-gpu compiles without --search: give that.")
+    if arguments.search:
+        return _search(arguments)
+    return _check_gpu(arguments) if arguments.check_gpu else _plan(arguments)
 
 
 def _share(text: str) -> float:

@@ -8,6 +8,7 @@ part. Prints the work of each pipeline rank and its bubble: its idle share of th
 Exit codes: 0 done; 1 the recording does not show the ticks; 2 bad input.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +22,9 @@ from jaxpipe.config.arguments import parse, parser_of
 from jaxpipe.config.paths import local_path
 from jaxpipe.planning import Devices, resolve
 from jaxpipe.planning.checks import check_settings
+from jaxpipe.runtime import command
 from jaxpipe.runtime.devices import check_devices
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
-from jaxpipe.schedule import ScheduleError
 from jaxpipe.schedule.recording import (
     ProfileError,
     RankTicks,
@@ -39,22 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=local_path, default=Path("profile"), help="directory (profile)"
     )
-    try:
-        arguments = parse(parser, argv)
-        config = configs.load(arguments.config, arguments.overrides)
-        check_settings(config)
-        if config.parallel.pp == 1:
-            raise ConfigError("parallel.pp=1 has no ticks to tell apart: profile a pipeline.")
-        ranks = profile(config, arguments.out)
-    except (ConfigError, ScheduleError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ProfileError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    _print(ranks)
+    return command.run(lambda: _run(parse(parser, argv)), (ProfileError,))
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    config = configs.load(arguments.config, arguments.overrides)
+    check_settings(config)
+    if config.parallel.pp == 1:
+        raise ConfigError("parallel.pp=1 has no ticks to tell apart: profile a pipeline.")
+    _print(profile(config, arguments.out))
     print(f"ticks.json (Perfetto) and the recording (XProf) are in {arguments.out}")
-    return 0
 
 
 def profile(config: Config, out: Path) -> RankTicks:

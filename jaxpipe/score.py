@@ -11,7 +11,8 @@ It computes in float32 on one device; settings choose a mesh, devices and anothe
 parallel.pp=2 runtime.cpu_devices=2 train.compute_dtype=bfloat16. With several processes the first
 writes the scores.
 
-Exit codes: 0 done; 2 bad input; 3 another process is missing; 130 Ctrl-C.
+Exit codes: 0 done; 2 bad input; 3 another process is missing; 7 storage did not
+answer; 70 an unexpected error; 130 Ctrl-C.
 """
 
 import sys
@@ -21,11 +22,11 @@ from pathlib import Path
 from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import MODEL, parse, parser_of
 from jaxpipe.config.paths import is_address, local_path
-from jaxpipe.inference.command import exit_code, start_devices
+from jaxpipe.inference.command import start_devices
 from jaxpipe.inference.prepared import REFERENCE, PreparedFolder
 from jaxpipe.inference.settings import inference_config
 from jaxpipe.inference.token_sequences import check_ids, check_out, read_sequences, write_scores
-from jaxpipe.runtime import processes
+from jaxpipe.runtime import command, processes
 from jaxpipe.runtime.storage import local_copy
 
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             where = out or arguments.tokens
             print(f"scored {count:,} tokens; their log-probabilities are in {where}")
 
-    return exit_code(run)
+    return command.run(run)
 
 
 def _out(tokens: Path, out: Path | None) -> Path | None:

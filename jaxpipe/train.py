@@ -6,19 +6,17 @@ Exit codes: 0 done; 1 stopped at a non-finite loss or gradient or at loss spikes
 this process or another, out of memory, or run.dir is in use by another run; 3 another process of
 the run has exited or never connected; 4 the run ended but its last step could not be saved; 5 the
 run hung, with a sentence on the process that is stuck (runtime.hang_timeout); 6 a device computes
-wrong numbers (train.corruption_check_every); 7 storage did not answer at the start; 128 + n stopped
-by signal n (129: SIGHUP, 130: Ctrl-C, 138: SIGUSR1, 143: SIGTERM), after the step in progress was
-finished and saved.
+wrong numbers (train.corruption_check_every); 7 storage did not answer for five minutes; 70 an
+unexpected error; 128 + n stopped by signal n (129: SIGHUP, 130: Ctrl-C, 138: SIGUSR1, 143:
+SIGTERM), after the step in progress was finished and saved.
 """
 
 import argparse
 import contextlib
-import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ConfigError, first_line
@@ -28,13 +26,12 @@ from jaxpipe.planning import Devices, resolve_on_fewer
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.data_checks import check_data_given
 from jaxpipe.planning.expert_checks import check_recording
-from jaxpipe.runtime import position, processes
+from jaxpipe.runtime import command, position, processes
 from jaxpipe.runtime.arrival import arriving
 from jaxpipe.runtime.devices import check_devices
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
+from jaxpipe.runtime.exit_code import ExitCode
 from jaxpipe.runtime.storage import AnyPath, open_path
-from jaxpipe.runtime.storage_errors import does_not_answer
-from jaxpipe.schedule import ScheduleError
 
 if TYPE_CHECKING:
     from jaxpipe.checkpoint.local_saves import LocalSaves
@@ -70,43 +67,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--record-routes", type=local_path, metavar="NPZ",
         help="write the next step's batch with the experts that its tokens go to, and stop",
     )  # fmt: skip
+    return command.run(
+        lambda: _run(parse(parser, argv)),
+        interrupted="interrupted: the same command goes on from the newest checkpoint",
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    overrides = arguments.overrides
+    if arguments.resume is not None:
+        overrides = [*overrides, string_override("checkpoint.resume", arguments.resume)]
+    config = configs.load(arguments.config, overrides)
+    if arguments.print_config:
+        print(configs.to_toml(config), end="")
+        return ExitCode.DONE
     try:
-        arguments = parse(parser, argv)
-        overrides = arguments.overrides
-        if arguments.resume is not None:
-            overrides = [*overrides, string_override("checkpoint.resume", arguments.resume)]
-        config = configs.load(arguments.config, overrides)
-        if arguments.print_config:
-            print(configs.to_toml(config), end="")
-            return 0
-        code = train(
+        return train(
             config, only_seed=arguments.seed_checkpoint, record_routes=arguments.record_routes
         )
-        processes.finish()
-        return code
-    except (ConfigError, ScheduleError) as error:
-        code = 7 if does_not_answer(error) else 2
-        if processes.several():
-            processes.leave(code, str(error))
-        print(f"error: {error}", file=sys.stderr)
-        return code
-    except processes.NotMetError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
-    except KeyboardInterrupt:
-        if processes.several():
-            processes.leave(128 + signal.SIGINT, "interrupted")
-        print("interrupted: the same command goes on from the newest checkpoint", file=sys.stderr)
-        return 128 + signal.SIGINT
     except Exception as error:
-        if (lacking := _lacking_memory(error)) and processes.several():
-            processes.leave(2, lacking)
-        if lacking:
-            print(f"error: {lacking}", file=sys.stderr)
-            return 2
-        if not processes.several():
-            raise
-        _leave_others(error)
+        if lacking := _lacking_memory(error):
+            raise ConfigError(lacking) from error
+        raise
 
 
 class _OfRun(argparse.Action):
@@ -135,17 +117,6 @@ def _lacking_memory(error: Exception) -> str:
         f"train.microbatch_size, train.seq_len or model, train.remat=full, or more devices; "
         f"`python -m jaxpipe.plan` counts the bytes."
     )
-
-
-def _leave_others(error: Exception) -> NoReturn:
-    """Exit at once: the exit barrier of `jax.distributed` could wait forever for the others."""
-    import jax
-
-    text, own = str(error), ("INVALID_ARGUMENT", "callback")  # what this process does wrong itself
-    if not isinstance(error, jax.errors.JaxRuntimeError) or any(word in text for word in own):
-        traceback.print_exc()
-        processes.leave(1, first_line(error))
-    processes.leave(3, f"this process cannot go on without the others ({first_line(error)})")
 
 
 def train(config: Config, *, only_seed: bool = False, record_routes: Path | None = None) -> int:
@@ -261,7 +232,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
                 )
             state = trainer.init()
             checkpoints.save(0, state.parts(), describe(trainer, data, DataPosition(), state.guard))
-            return 0 if checkpoints.is_written(0) else 4
+            return 0 if checkpoints.is_written(0) else ExitCode.NOT_SAVED
         samples = config.train.steps * config.tokens_per_step // config.train.seq_len
         warnings = data_warnings(data.train, samples)
         for part in (*messages, summary(trainer), *warnings, *recordings(directory)):

@@ -12,6 +12,7 @@ comparison notices each.
 Exit codes: 0 all errors are at most 1e-9 (each fault is noticed); 1 not so; 2 bad input.
 """
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -20,11 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe import config as configs
-from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import parse, parser_of
 from jaxpipe.planning.checks import check_settings
+from jaxpipe.runtime import command
 from jaxpipe.runtime.environment import use_cpu_devices
-from jaxpipe.schedule import ScheduleError
 from jaxpipe.verification.shrinking import SmallerRun, shrink
 
 TOLERANCE = 1e-9  # largest relative error; float64 sums in another order differ by about 1e-14
@@ -34,15 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = parser_of("verify", __doc__ or "")
     parser.add_argument("--self-test", action="store_true", help="plant faults, one by one")
-    try:
-        arguments = parse(parser, argv)
-        config = configs.load(arguments.config, arguments.overrides)
-        check_settings(config)
-        run = shrink(config)
-        check_settings(run.config)
-    except (ConfigError, ScheduleError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return command.run(lambda: _run(parse(parser, argv)))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    config = configs.load(arguments.config, arguments.overrides)
+    check_settings(config)
+    run = shrink(config)
+    check_settings(run.config)
     for line in (*run.changes, *(f"not checked: {what}" for what in run.unchecked)):
         print(line, flush=True)
     _start_devices(run)

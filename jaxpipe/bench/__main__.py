@@ -17,9 +17,8 @@ from collections.abc import Sequence
 
 from jaxpipe.bench import clockwork, correct, ops, report, step, train
 from jaxpipe.bench.processes import BenchError
-from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import parse_commands
-from jaxpipe.schedule import ScheduleError
+from jaxpipe.runtime import command
 
 _COMMANDS = {
     "ops": ops,
@@ -36,15 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parse_arguments(argv)
     arguments.line = shlex.join(["python", "-m", "jaxpipe.bench", *argv])
-    try:
-        _COMMANDS[arguments.command].run(arguments)
-    except (ConfigError, ScheduleError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except BenchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return command.run(lambda: _COMMANDS[arguments.command].run(arguments), (BenchError,))
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

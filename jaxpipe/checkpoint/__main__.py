@@ -5,14 +5,13 @@
   export STEP_DIR OUT_DIR [--config CONFIG]                  parameters transformers can load
   inspect DIR                                                what a checkpoint holds
 
-Exit codes: 0 success; 2 bad input; 130 Ctrl-C. Output gets its final name only when it is complete,
-and nothing is overwritten.
+Exit codes: 0 success; 2 bad input; 7 storage did not answer; 70 an unexpected error; 130 Ctrl-C.
+Output gets its final name only when it is complete, and nothing is overwritten.
 """
 
 import argparse
 import contextlib
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,11 +35,11 @@ from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
 from jaxpipe.checkpoint.serving import VOCABULARIES, ServingFiles
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.checkpoint.write_config import write_config
-from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import SETTINGS, parse_commands
 from jaxpipe.config.paths import any_path
 from jaxpipe.config.units import parse_bytes
 from jaxpipe.model import FAMILIES
+from jaxpipe.runtime import command
 from jaxpipe.runtime.directory import locked
 from jaxpipe.runtime.spool import local_folder
 from jaxpipe.runtime.storage import local_copy, open_path, written
@@ -52,15 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     arguments = _parse_arguments(argv)
     suppress_orbax_errors()
-    try:
-        arguments.run(arguments)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written under its final name", file=sys.stderr)
-        return 128 + signal.SIGINT
-    return 0
+    return command.run(
+        lambda: arguments.run(arguments),
+        interrupted="interrupted: nothing was written under its final name",
+    )
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -3,13 +3,12 @@
   prepare INPUT... --tokenizer PATH --out DIR   tokenise text, JSON lines and Parquet
   inspect DIR                                   show what a prepared folder holds
 
-Exit codes: 0 success; 1 a worker was killed; 2 bad input; 130 Ctrl-C. After any interruption the
-same command continues where it stopped.
+Exit codes: 0 success; 1 a worker was killed; 2 bad input; 7 storage did not answer; 70 an
+unexpected error; 130 Ctrl-C. After any interruption the same command continues where it stopped.
 """
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -22,28 +21,18 @@ from jaxpipe.data.inspection import describe_folder
 from jaxpipe.data.manifest import MANIFEST
 from jaxpipe.data.prepare import PrepareOptions, prepare
 from jaxpipe.data.workers import WorkerDiedError
+from jaxpipe.runtime import command
 from jaxpipe.runtime.storage import local_copy, written
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     arguments = _parse_arguments(argv)
-    try:
-        arguments.run(arguments)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except WorkerDiedError:
-        print(
-            "error: a worker was killed, perhaps for lack of memory: the same command goes on, "
-            "also with fewer --workers",
-            file=sys.stderr,
-        )
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on", file=sys.stderr)
-        return 128 + signal.SIGINT
-    return 0
+    return command.run(
+        lambda: arguments.run(arguments),
+        failures=(WorkerDiedError,),
+        interrupted="interrupted: the same command goes on",
+    )
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -55,7 +55,10 @@ def _iterate_results(
             try:
                 kind, value = line.recv()
             except EOFError as error:
-                raise WorkerDiedError from error
+                raise WorkerDiedError(
+                    "a worker was killed, perhaps for lack of memory: the same command goes on, "
+                    "also with fewer --workers"
+                ) from error
             if kind == "fault":
                 raise ConfigError(value)
             yield kind == "result", value

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from jaxpipe.runtime import processes, storage
 from jaxpipe.runtime.directory import remove_with_folders
+from jaxpipe.runtime.exit_code import ExitCode
 from jaxpipe.runtime.storage_errors import as_os_errors
 
 SECONDS = 280.0  # until the others are given up; jax aborts at 300
@@ -61,4 +62,4 @@ def _give_up(folder: storage.AnyPath, meeting: processes.Meeting) -> None:
     )
     with contextlib.suppress(OSError):
         os.write(2, f"error: {sentence}\n".encode())
-    os._exit(3)
+    os._exit(ExitCode.OTHERS_GONE)

@@ -23,12 +23,14 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-HANG = 5  # exit code of a run that hangs
+from jaxpipe.runtime.exit_code import ExitCode
+
 SILENT_SECONDS = 20  # without a heartbeat of a process until the others exit
 _PERIOD = 2.0  # seconds between two heartbeats
 _LINGER = 2.0  # seconds that a process waits before it leaves a run that hangs
 _NEWS, _ALIVE = "jaxpipe/news", "jaxpipe/alive"
 _ADVICE = "the same command, also with fewer processes, goes on from the newest checkpoint"
+_OF_ALL = (ExitCode.BAD_INPUT, ExitCode.HANG, ExitCode.NO_ANSWER)  # with which all exit
 _UNLIMITED = 2**31 - 1  # milliseconds; `Watch` notices that another process is gone
 
 
@@ -94,7 +96,7 @@ class Watch(threading.Thread):
 
     Attributes:
       service: this process's client.
-      last_words: called before this process exits with code `HANG` because of another one.
+      last_words: called before this process exits with code `ExitCode.HANG` because of another one.
     """
 
     def __init__(self, service: Service):
@@ -108,13 +110,15 @@ class Watch(threading.Thread):
         self._beats: dict[int, tuple[str, float]] = {}  # newest heartbeat, its time
 
     def take_aborts(self) -> None:
-        """Exit with code 3 and a message also when jax aborts this process, from its own thread.
+        """Exit with `OTHERS_GONE` and a message also when jax aborts this process from a thread.
 
         jax does so if the service is gone, most often before this watch notices. Its client accepts
         no Python callback for this case (`missed_heartbeat_callback` ends in `bad_cast`).
         """
         reason = "jax aborted this process, most often because another one is gone (see above)"
-        self._aborted = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self._end(3, reason))
+        self._aborted = ctypes.CFUNCTYPE(None, ctypes.c_int)(
+            lambda _: self._end(ExitCode.OTHERS_GONE, reason)
+        )
         ctypes.CDLL(None).signal(signal.SIGABRT, self._aborted)
 
     def reached(self, step: int, received: int) -> int:
@@ -147,11 +151,11 @@ class Watch(threading.Thread):
     def leave(self, code: int, reason: str) -> NoReturn:
         """Exit with a message, and make the other processes exit.
 
-        They exit with the same code if it is 2 (bad input for all) or `HANG`, otherwise with 3.
+        They exit with the same code if it says something of the run, otherwise with `OTHERS_GONE`.
         """
         self._say_once(code, reason)
         announced = time.monotonic()
-        theirs = code if code in (2, HANG) else 3
+        theirs = code if code in _OF_ALL else ExitCode.OTHERS_GONE
         news = {"gone": self.service.index, "code": theirs, "reason": reason}
         told = threading.Thread(target=self._publish, args=(news,), daemon=True)
         told.start()
@@ -174,7 +178,10 @@ class Watch(threading.Thread):
                 self._live()
             except jax.errors.JaxRuntimeError as error:
                 reason = str(error).partition("\n")[0]
-                self._end(3, f"process 0, at which the others meet, cannot be reached ({reason})")
+                self._end(
+                    ExitCode.OTHERS_GONE,
+                    f"process 0, at which the others meet, cannot be reached ({reason})",
+                )
 
     def _next(self, number: int) -> dict[str, Any] | None:
         """The event with that number, or None if it does not arrive within a period."""
@@ -204,13 +211,15 @@ class Watch(threading.Thread):
         """Handle one event."""
         if "gone" in news:
             if news["gone"] != self.service.index:
-                is_hang, reason = news["code"] == HANG, news["reason"]
+                is_hang, reason = news["code"] == ExitCode.HANG, news["reason"]
                 about = reason if is_hang else f"process {news['gone']} ended: {reason}"
                 self._end(news["code"], about)
             return
         number = news["stop"]
         if number not in signal.valid_signals():
-            self._end(3, f"a process asked to stop for signal {number}, which is none")
+            self._end(
+                ExitCode.OTHERS_GONE, f"a process asked to stop for signal {number}, which is none"
+            )
         with self._lock:
             if self._stop_after[1]:
                 return
@@ -230,18 +239,18 @@ class Watch(threading.Thread):
                 self._beats[process] = beat, now
             elif now - since > SILENT_SECONDS:
                 reason = f"no sign of life for {SILENT_SECONDS} seconds"
-                self._publish({"gone": process, "code": 3, "reason": reason})
-                self._end(3, f"process {process} ended: {reason}")
+                self._publish({"gone": process, "code": ExitCode.OTHERS_GONE, "reason": reason})
+                self._end(ExitCode.OTHERS_GONE, f"process {process} ended: {reason}")
 
     def _end(self, code: int, reason: str) -> NoReturn:
         """Exit because of another process."""
         self._say_once(code, reason)
-        if code == HANG:
+        if code == ExitCode.HANG:
             self.last_words()
         self._exit(code)
 
     def _exit(self, code: int, waited: float = 0.0) -> NoReturn:
-        if code == HANG:
+        if code == ExitCode.HANG:
             # The first process to exit breaks the connections of the others, which would then
             # report that. In a hang all are late by about the same time and reach a verdict soon.
             time.sleep(max(_LINGER - waited, 0))
@@ -252,6 +261,6 @@ class Watch(threading.Thread):
         if not self._leaving.acquire(blocking=False):
             time.sleep(5)  # the thread that printed its message exits the process meanwhile
             return
-        advice = "" if code == 2 else f"; {_ADVICE}"
+        advice = "" if code == ExitCode.BAD_INPUT else f"; {_ADVICE}"
         with contextlib.suppress(OSError):  # the terminal may be closed
             os.write(2, f"error: {reason}{advice}\n".encode())

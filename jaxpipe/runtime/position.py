@@ -4,6 +4,7 @@ The main thread only stores one tuple per phase. All processes of a run enter th
 same order, so the number of phases entered so far says which process is behind.
 """
 
+import math
 import os
 import statistics
 import time
@@ -88,6 +89,7 @@ def _start_of_process() -> float:
 now = Position("import", 0, 0, _start_of_process())
 spent: Counter[str] = Counter()  # time in phases that were left [s]
 finished = Finished(0, deque(maxlen=_RECENT))
+moved = -math.inf  # `time.monotonic()` of the last `beat` [s]
 
 
 def enter(phase: str, step: int | None = None) -> None:
@@ -96,6 +98,16 @@ def enter(phase: str, step: int | None = None) -> None:
     before, since = now, time.monotonic()
     spent[before.phase] += since - before.since
     now = Position(phase, before.step if step is None else step, before.number + 1, since)
+
+
+def beat() -> None:
+    """Note progress within the phase: bytes moved, a file was finished, or a token was made.
+
+    The limits of phases are of no progress. Any thread may call it that does what the main thread
+    waits for, but none that also works while nothing else moves.
+    """
+    global moved
+    moved = time.monotonic()
 
 
 def finish(step: int, seconds: float) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime.coordination import SILENT_SECONDS, Service, Watch
-from jaxpipe.runtime.storage_errors import does_not_answer
+from jaxpipe.runtime.storage_errors import passes
 
 
 class NotMetError(Exception):
@@ -163,7 +163,7 @@ def cause_in_all(error: BaseException | None) -> BaseException | None:
 
     All call it: they end with the same exit code then.
     """
-    unanswered = largest(int(does_not_answer(error)))
+    unanswered = largest(int(passes(error)))
     return error or (ConnectionError("in another process") if unanswered else None)
 
 

@@ -1,16 +1,45 @@
-"""Errors of object stores, whose libraries have no common base, and those of disks beside them."""
+"""Errors of disks and object stores: which of them pass by themselves, and repeating what failed.
+
+The libraries of object stores have no common base of errors. An error is judged by its chain of
+causes: by operating-system codes, by HTTP statuses and names of S3's errors, and by the first words
+of TensorStore's texts.
+"""
 
 import contextlib
 import errno
-from collections.abc import Iterator
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from jaxpipe.config import ConfigError, first_line
+from jaxpipe.runtime import position
 
-# After such errors (by names of classes, by codes, by what TensorStore's texts begin with) the same
-# may succeed later.
-_NO_ANSWER = ("Connect", "Timeout")
-_NO_ANSWER_CODES = (errno.ESTALE, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH)
-_NO_ANSWER_STATUSES = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+Result = TypeVar("Result")
+
+LIMIT = 300.0  # seconds for which an error that passes is waited out
+_LONGEST_PAUSE = 5.0  # seconds between two attempts
+_BEAT = 0.5  # seconds between two signs of life to the watchdog, which must not end the wait
+
+_NAMES = ("Connect", "Timeout", "IncompleteRead", "ServerDisconnected", "ClientPayload")
+_CODES = {
+    getattr(errno, name, None)
+    for name in (
+        "EIO", "ESTALE", "ETIMEDOUT", "ENOTCONN", "ESHUTDOWN", "EREMOTEIO", "ECONNRESET",
+        "ECONNABORTED", "ECONNREFUSED", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH",
+        "ENETRESET", "ENOLINK", "ECOMM", "EPROTO", "EPIPE", "ETIME", "EAGAIN", "EBUSY", "EINTR",
+        "EMFILE", "ENFILE", "ENOBUFS",
+    )
+} - {None}  # fmt: skip
+_STATUSES = {408, 425, 429, *range(500, 600)} - {501, 505}
+_REFUSALS = {401, 403}  # also of credentials that have expired, and are being renewed
+_EXPIRED = ("Expired", "TokenRefreshRequired", "RequestTimeTooSkewed")
+_TENSORSTORE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "RESOURCE_EXHAUSTED")
+_TENSORSTORE_REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED")
+_OS_CODE = re.compile(r"os_error_code=(\d+)")  # in TensorStore's texts
+_HTTP_STATUS = re.compile(r"HTTP response code: (\d+)")  # in TensorStore's texts
 
 
 @contextlib.contextmanager
@@ -24,29 +53,141 @@ def as_os_errors() -> Iterator[None]:
         if error.strerror is not None:
             raise
         own = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
-        raise own(error.errno or errno.EIO, first_line(error)) from error
+        raise own(error.errno or _code_of(own), first_line(error)) from error
     except Exception as error:
-        raise OSError(errno.EIO, f"{type(error).__name__}: {first_line(error)}") from error
+        raise OSError(errno.EINVAL, f"{type(error).__name__}: {first_line(error)}") from error
 
 
-def does_not_answer(error: BaseException | None) -> bool:
-    """Whether an error, or its cause, is that a disk or store does not answer, perhaps for now."""
-    if error is None:
-        return False
-    names = [kind.__name__ for kind in type(error).__mro__]
+def _code_of(kind: type[OSError]) -> int:
+    """The code that makes Python raise this kind of `OSError`; EINVAL: whether it passes is not
+    known."""
+    codes = (errno.EACCES, errno.ENOENT, errno.EEXIST, errno.ETIMEDOUT, errno.ECONNRESET)
+    return next((code for code in codes if type(OSError(code, "")) is kind), errno.EINVAL)
+
+
+def passes(error: BaseException | None, *, worked: bool = False) -> bool:
+    """Whether an error, or its cause, may pass by itself: the same call may succeed later.
+
+    Args:
+      error: from a disk or a store.
+      worked: whether the same place could be used before. A store that then refuses the credentials
+        (401, 403) has most often seen them expire, and they are renewed.
+    """
+    if error is None or type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError"):
+        return False  # jax's texts begin with the same words
+    names, text = [kind.__name__ for kind in type(error).__mro__], str(error)
+    code, status = getattr(error, "errno", None), _http_status(error, text)
+    if quoted := _OS_CODE.search(text):
+        code = int(quoted[1])
     return (
-        any(word in name for name in names for word in _NO_ANSWER)
-        or getattr(error, "errno", None) in _NO_ANSWER_CODES
-        or str(error).startswith(_NO_ANSWER_STATUSES)
-        or does_not_answer(error.__cause__)
+        any(word in name for name in names for word in _NAMES)
+        or code in _CODES
+        or status in _STATUSES
+        or any(word in _error_name(error, text) for word in _EXPIRED)
+        or (text.startswith(_TENSORSTORE) and not quoted)
+        or (worked and status in _REFUSALS)
+        or (worked and text.startswith(_TENSORSTORE_REFUSALS) and not quoted)
+        or passes(error.__cause__, worked=worked)
     )
+
+
+def _http_status(error: BaseException, text: str) -> int | None:
+    """The HTTP status of an error of botocore, aiohttp, gcsfs or TensorStore."""
+    if quoted := _HTTP_STATUS.search(text):
+        return int(quoted[1])
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # of botocore
+        return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    found = getattr(error, "status", None) or getattr(error, "code", None)
+    return int(found) if str(found).isdecimal() else None
+
+
+def _error_name(error: BaseException, text: str) -> str:
+    """S3's name of an error, such as ExpiredToken; TensorStore quotes the answer in its text."""
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict):
+        return str(response.get("Error", {}).get("Code", ""))
+    quoted = re.search(r"<Code>(\w+)</Code>", text)
+    return quoted[1] if quoted else ""
 
 
 def describe(error: OSError, what: str, otherwise: str) -> str:
     """Return the sentence for the user: that `what` does not answer, or else `otherwise`."""
-    if not does_not_answer(error):
+    if not passes(error):
         return otherwise
     return (
         f"{what} does not answer ({error.strerror}): see that this machine reaches it, and start "
         f"the same command again."
     )
+
+
+_failing: dict[str, float] = {}  # places that fail, and since when
+_lock = threading.Lock()
+
+
+def retry(
+    call: Callable[[], Result],
+    what: str,
+    say: Callable[[str], None] | None = None,
+    *,
+    worked: bool = True,
+) -> Result:
+    """Return the result of a call, which is repeated while it fails with an error that passes.
+
+    The first failure at a place is reported, and the first success after it. The error is raised
+    when it has lasted for `LIMIT` seconds. The watchdog is told that this process is alive. A call
+    must not wait for other processes, which do not repeat it.
+
+    Args:
+      call: what reads or writes.
+      what: the disk or store, for the message.
+      say: prints a sentence; None: to standard error.
+      worked: see `passes`.
+    """
+    say, pause = say or _to_stderr, 0.1
+    started = time.monotonic()
+    while True:
+        try:
+            result = call()
+        except Exception as error:
+            if not passes(error, worked=worked) or time.monotonic() - started > LIMIT:
+                raise
+            with _lock:
+                is_new = what not in _failing
+                _failing.setdefault(what, started)
+            if is_new:
+                say(
+                    f"warning: {what} does not answer ({reason_of(error)}): it is asked again, for "
+                    f"{LIMIT:.0f} s at most"
+                )
+            wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            continue
+        if _failing:
+            with _lock:
+                since = _failing.pop(what, None)
+            if since is not None:
+                say(f"{what} answers again, after {time.monotonic() - since:.0f} s")
+        return result
+
+
+def wait(seconds: float) -> None:
+    """Sleep, and let the watchdog know that this is a wait with a limit of its own."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        position.beat()
+        time.sleep(min(left, _BEAT))
+
+
+def reason_of(error: BaseException) -> str:
+    """The reason in an error of a disk or store, in a few words."""
+    quoted = re.search(r"([^:]+) \[os_error_code=", str(error))  # by TensorStore
+    name = _error_name(error, str(error))
+    if quoted:
+        return quoted[1].strip()
+    return getattr(error, "strerror", None) or name or first_line(error)
+
+
+def _to_stderr(sentence: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
+        print(sentence, file=sys.stderr, flush=True)

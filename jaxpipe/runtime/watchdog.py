@@ -4,7 +4,7 @@ Nothing else does: devices wait for each other for ever, and jax notices only pr
 dead. The main thread notes its phase and step (`position.py`). The watchdog publishes them every
 few seconds, in the coordination service and in a file of the run directory. A process that stays in
 a phase longer than its limit reads what the others publish, decides who is behind (`verdict.py`),
-writes the stacks of all its threads, and exits with code `HANG`; the others follow.
+writes the stacks of all its threads, and exits with code `ExitCode.HANG`; the others follow.
 
 Each part works without another one that may be stuck itself:
 
@@ -30,8 +30,8 @@ import numpy as np
 
 from jaxpipe.runtime import position, processes
 from jaxpipe.runtime.activity import activity
-from jaxpipe.runtime.coordination import HANG
 from jaxpipe.runtime.directory import remove_with_folders
+from jaxpipe.runtime.exit_code import ExitCode
 from jaxpipe.runtime.spool import Spool
 from jaxpipe.runtime.verdict import Report, Verdict, verdict
 
@@ -138,7 +138,7 @@ class Watchdog:
                 read = time_now
                 if found := self._judge(report):
                     self._write_stacks()
-                    processes.leave(HANG, self._sentence(found))
+                    processes.leave(ExitCode.HANG, self._sentence(found))
 
     def _is_closed_soon(self) -> bool:
         """Wait until the next look; a process that was stopped meanwhile was not stuck."""
@@ -162,7 +162,7 @@ class Watchdog:
             phase=phase,
             step=now.step,
             number=now.number,
-            age=time.monotonic() - max(now.since, self._resumed),
+            age=time.monotonic() - max(now.since, position.moved, self._resumed),
             limit=position.limit(self._timeout, phase),
             finished=position.finished.step,
             waits=doing.waits,

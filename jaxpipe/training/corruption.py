@@ -30,7 +30,6 @@ from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
-EXIT_CODE = 6  # of a run that stops because of a wrong device
 FOLDER = "corruption"  # in the run directory
 _ORDERS = 3
 

@@ -15,10 +15,11 @@ from jaxpipe.config import ConfigError
 from jaxpipe.data.batches import DocumentLengths, join_batches
 from jaxpipe.data.sources import RunData
 from jaxpipe.runtime import position, processes
+from jaxpipe.runtime.exit_code import ExitCode
 from jaxpipe.runtime.spool import Spool
 from jaxpipe.training.bubble import BubbleMeter
 from jaxpipe.training.compiled import CompiledSteps
-from jaxpipe.training.corruption import EXIT_CODE, CorruptionCheck
+from jaxpipe.training.corruption import CorruptionCheck
 from jaxpipe.training.exports import Exports
 from jaxpipe.training.fused import programs
 from jaxpipe.training.metrics import MetricsLog
@@ -254,15 +255,15 @@ class TrainLoop:
         self.checkpoints.save_locally(step, state.parts(), meta)
 
     def _end(self, code: int, step: int) -> int:
-        """Wait for the save of `step`; return `code`, or 4 if the step could not be saved."""
+        """Wait for the save of `step`; return `code`, or `NOT_SAVED` if it could not be saved."""
         position.enter("save", step)
         if not self.checkpoints.is_written(step):
             self.progress.say(
                 f"step {step} is not saved in {self.checkpoints.directory}: make room, and the "
                 f"same command goes on from the newest checkpoint there"
             )
-            return 4
-        if code == 1:
+            return ExitCode.NOT_SAVED
+        if code == ExitCode.FAILED:
             self.progress.say(f"the parameters of step {step} are saved")
         if code == 0:
             self.checkpoints.clear_local()
@@ -318,12 +319,12 @@ class TrainLoop:
             f"error: {wrong}: stopped, and nothing is saved; leave the host of the device out, and "
             f"go on from a checkpoint that is older than the last {every} steps"
         )
-        return EXIT_CODE
+        return ExitCode.CORRUPTION
 
     def _stop(self, failed: Failure) -> int:
         """Save the state before the step, which later steps left unchanged.
 
-        Returns 1, or 4 if the state could not be saved.
+        Returns `FAILED`, or `NOT_SAVED` if the state could not be saved.
         """
         dispatched, step = failed.dispatched, failed.step
         state = failed.state._replace(guard=failed.state.guard.ready())
@@ -333,7 +334,7 @@ class TrainLoop:
             f"{dispatched.before.position}..{dispatched.after.position - 1} of the training order: "
             f"stopped before the update of step {step}"
         )
-        return self._end(1, step - 1)
+        return self._end(ExitCode.FAILED, step - 1)
 
 
 @contextlib.contextmanager

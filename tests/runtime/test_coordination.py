@@ -13,6 +13,7 @@ import pytest
 
 from jaxpipe.runtime import coordination
 from jaxpipe.runtime.coordination import Service, Watch
+from jaxpipe.runtime.exit_code import ExitCode
 
 
 class Store:
@@ -156,10 +157,8 @@ def test_a_hang_that_one_process_finds_ends_all_with_its_sentence(left, capfd, m
     written = []
     for watch in (first, second, third):
         watch.last_words = lambda watch=watch: written.append(watch.service.index)
-    in_threads(
-        [lambda: second.leave(coordination.HANG, "process 1 is stuck"), first.run, third.run]
-    )
-    assert left == [coordination.HANG] * 3
+    in_threads([lambda: second.leave(ExitCode.HANG, "process 1 is stuck"), first.run, third.run])
+    assert left == [ExitCode.HANG] * 3
     assert sorted(written) == [0, 2]
     assert capfd.readouterr().err.count("error: process 1 is stuck; the same command") == 3
 

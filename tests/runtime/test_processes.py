@@ -17,7 +17,7 @@ from several import ends, free_port, start_all, wait_for_step
 
 from jaxpipe import train
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime import directory, processes
+from jaxpipe.runtime import command, directory, processes
 
 DEVICES = 8
 MESH = {  # other layouts of the same global batch; each process has full pipeline ranks or parts
@@ -276,8 +276,8 @@ def test_processes_with_directories_of_their_own_do_not_begin(tmp_path, monkeypa
     [
         ("UNAVAILABLE: Connection reset by peer", 3),
         ("INTERNAL: gloo: connection closed", 3),
-        ("INVALID_ARGUMENT: no such option", 1),
-        ("INTERNAL: CpuCallback error calling callback: ValueError", 1),
+        ("INVALID_ARGUMENT: no such option", 70),
+        ("INTERNAL: CpuCallback error calling callback: ValueError", 70),
     ],
 )
 def test_a_failure_of_its_own_is_not_blamed_on_others(message, code, monkeypatch, capsys):
@@ -285,6 +285,11 @@ def test_a_failure_of_its_own_is_not_blamed_on_others(message, code, monkeypatch
         raise SystemExit(code)
 
     monkeypatch.setattr(processes, "leave", leave)
+    monkeypatch.setattr(processes, "several", lambda: True)
+
+    def fail():
+        raise jax.errors.JaxRuntimeError(message)
+
     with pytest.raises(SystemExit) as ended:
-        train._leave_others(jax.errors.JaxRuntimeError(message))
+        command.run(fail)
     assert ended.value.code == code

@@ -10,7 +10,8 @@ from several import ends, free_port
 
 from jaxpipe.checkpoint.integrity import succeed_on_all_processes
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime.storage_errors import as_os_errors, does_not_answer
+from jaxpipe.runtime import storage_errors
+from jaxpipe.runtime.storage_errors import as_os_errors, passes, retry
 
 NOWHERE = "http://127.0.0.1:9"
 WORDS = {
@@ -23,6 +24,11 @@ def of_s3(name, **fields):
     return getattr(pytest.importorskip("botocore.exceptions"), name)(**fields)
 
 
+def answer(status, name):
+    response = {"Error": {"Code": name}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return {"error_response": response, "operation_name": "PutObject"}
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -30,6 +36,19 @@ def of_s3(name, **fields):
         (TimeoutError(), True),
         (OSError(errno.ETIMEDOUT, "Connection timed out"), True),
         (OSError(errno.ESTALE, "Stale file handle"), True),
+        (OSError(errno.EIO, "Input/output error"), True),
+        (OSError(errno.ENOTCONN, "Transport endpoint is not connected"), True),
+        (OSError(errno.EREMOTEIO, "Remote I/O error"), True),
+        (OSError(errno.EMFILE, "Too many open files"), True),
+        (ValueError("INTERNAL: Error writing x [os_error_code=5: Input/output error]"), True),
+        (ValueError("PERMISSION_DENIED: x: HTTP response code: 503 with body"), True),
+        (ValueError("RESOURCE_EXHAUSTED: No space left on device [os_error_code=28]"), False),
+        (("ClientError", answer(503, "SlowDown")), True),
+        (("ClientError", answer(500, "InternalError")), True),
+        (("ClientError", answer(403, "ExpiredToken")), True),
+        (("ClientError", answer(400, "ExpiredToken")), True),
+        (("ClientError", answer(403, "AccessDenied")), False),
+        (("ClientError", answer(404, "NoSuchBucket")), False),
         (ValueError("UNAVAILABLE: Error reading s3://bucket/run"), True),
         (("EndpointConnectionError", {"endpoint_url": NOWHERE}), True),
         (("ReadTimeoutError", {"endpoint_url": NOWHERE}), True),
@@ -45,7 +64,85 @@ def test_what_may_answer_later(error, expected):
     error = error if isinstance(error, Exception) else of_s3(error[0], **error[1])
     with pytest.raises(ConfigError) as raised, succeed_on_all_processes("1"), as_os_errors():
         raise error
-    assert does_not_answer(error) == does_not_answer(raised.value) == expected
+    assert passes(error) == passes(raised.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (("ClientError", answer(403, "403")), True),  # a HEAD request has no body with a name
+        (ValueError("PERMISSION_DENIED: HTTP response code: 403 with body: <Error>"), True),
+        (ValueError("PERMISSION_DENIED: cannot open [os_error_code=13: Permission denied]"), False),
+        (PermissionError(errno.EACCES, "Permission denied"), False),
+        (("ClientError", answer(404, "NoSuchKey")), False),
+    ],
+)
+def test_a_store_that_worked_may_take_the_credentials_again(error, expected):
+    error = error if isinstance(error, Exception) else of_s3(error[0], **error[1])
+    assert passes(error, worked=True) == expected
+    if expected:
+        assert not passes(error)
+
+
+class Clock:
+    """A stand-in for `time` in which sleeping takes no time; `now` counts the seconds."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(storage_errors, "time", clock)
+    return clock
+
+
+def failing_until(clock, end, error):
+    def call():
+        if clock.now < end:
+            raise error
+        return "read"
+
+    return call
+
+
+@pytest.mark.parametrize("seconds", [10, 120, 290])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, "Input/output error"),
+        OSError(errno.ESTALE, "Stale file handle"),
+        TimeoutError("timed out"),
+        ValueError("PERMISSION_DENIED: HTTP response code: 403"),
+        ValueError("UNAVAILABLE: HTTP response code: 503"),
+    ],
+    ids=str,
+)
+def test_an_outage_is_waited_out_and_reported_once(clock, seconds, error):
+    lines = []
+    assert retry(failing_until(clock, seconds, error), "the disk", lines.append) == "read"
+    assert seconds <= clock.now <= seconds + 6
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("warning: the disk does not answer (")
+    assert lines[1].startswith("the disk answers again, after ")
+
+
+def test_an_outage_ends_at_the_limit_and_other_errors_at_once(clock):
+    with pytest.raises(OSError, match="Stale"):
+        retry(failing_until(clock, 1e9, OSError(errno.ESTALE, "Stale")), "the disk", [].append)
+    assert storage_errors.LIMIT <= clock.now <= storage_errors.LIMIT + 6
+    for error in (OSError(errno.ENOSPC, "full"), FileNotFoundError(errno.ENOENT, "none")):
+        before = clock.now
+        with pytest.raises(OSError, match=r"full|none"):
+            retry(failing_until(clock, 1e9, error), "the disk", [].append)
+        assert clock.now == before
 
 
 def train(run_dir, environment, devices=8):

@@ -18,6 +18,7 @@ from jaxpipe import train
 from jaxpipe.config import ConfigError
 from jaxpipe.pipeline import program
 from jaxpipe.planning.checks import check_settings
+from jaxpipe.runtime.exit_code import ExitCode
 from jaxpipe.training import corruption
 from jaxpipe.training.corruption import CorruptionCheck, outvoted
 
@@ -65,7 +66,7 @@ def test_a_run_stops_at_a_device_that_flips_a_bit(tmp_path, monkeypatch):
     own = tmp_path / "run"
     monkeypatch.chdir(tmp_path)
     code, said = printing(until(7, trainer()), own)
-    assert code == corruption.EXIT_CODE
+    assert code == ExitCode.CORRUPTION
     assert said[-1].startswith(
         "error: the gradients of step 3 have other bits on other devices, at 3 of 4 places of the "
         "mesh: device 2 (process 0, pp=1 dp=0) computes wrong numbers, which two others contradict"

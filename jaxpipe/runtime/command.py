@@ -1,0 +1,59 @@
+"""Run a command: the one place where an error becomes a message and an exit code."""
+
+import sys
+import traceback
+from collections.abc import Callable
+
+from jaxpipe.config import ConfigError, first_line
+from jaxpipe.runtime import processes
+from jaxpipe.runtime.exit_code import ExitCode
+from jaxpipe.runtime.storage_errors import passes
+from jaxpipe.schedule import ScheduleError
+
+
+def run(
+    command: Callable[[], int | None],
+    failures: tuple[type[Exception], ...] = (),
+    interrupted: str = "interrupted",
+) -> int:
+    """Run a command, in every process of it, and return its exit code, with a message if not 0.
+
+    With several processes an error ends all of them.
+
+    Args:
+      command: does the work; it returns an exit code, or None if it is done.
+      failures: errors that mean that the result is no good (`ExitCode.FAILED`).
+      interrupted: the message after Ctrl-C.
+    """
+    try:
+        code = command() or ExitCode.DONE
+        processes.finish()
+        return code
+    except KeyboardInterrupt:
+        code, message = ExitCode.INTERRUPTED, interrupted
+    except Exception as error:
+        code, message = _code_of(error, failures), str(error)
+        if code == ExitCode.CRASH:
+            traceback.print_exc()
+            message = f"{type(error).__name__}: {first_line(error)}"
+        elif code == ExitCode.OTHERS_GONE and not isinstance(error, processes.NotMetError):
+            message = f"this process cannot go on without the others ({first_line(error)})"
+    if processes.several():
+        processes.leave(code, message)
+    print("error: " * (code != ExitCode.INTERRUPTED) + message, file=sys.stderr)
+    return code
+
+
+def _code_of(error: Exception, failures: tuple[type[Exception], ...]) -> ExitCode:
+    if isinstance(error, failures):
+        return ExitCode.FAILED
+    if isinstance(error, processes.NotMetError):
+        return ExitCode.OTHERS_GONE
+    if isinstance(error, (ConfigError, ScheduleError)):
+        return ExitCode.NO_ANSWER if passes(error) else ExitCode.BAD_INPUT
+    if isinstance(error, OSError) and passes(error):
+        return ExitCode.NO_ANSWER
+    own = ("INVALID_ARGUMENT", "callback")  # what this process does wrong itself
+    if type(error).__name__ == "JaxRuntimeError" and processes.several():
+        return ExitCode.CRASH if any(word in str(error) for word in own) else ExitCode.OTHERS_GONE
+    return ExitCode.CRASH

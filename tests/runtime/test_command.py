@@ -1,0 +1,79 @@
+"""Errors of commands become exit codes in one place, which the launch scripts agree with."""
+
+import errno
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from commands import SMALL
+
+from jaxpipe import train
+from jaxpipe.config import ConfigError
+from jaxpipe.runtime import command, processes
+from jaxpipe.runtime.exit_code import ExitCode
+from jaxpipe.schedule import ScheduleError
+
+ROOT = Path(__file__).parents[2]
+
+
+class NoGoodError(Exception):
+    pass
+
+
+def refused_by_storage():
+    error = ConfigError("the data cannot be read")
+    error.__cause__ = OSError(errno.ESTALE, "Stale file handle")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("no"), ExitCode.BAD_INPUT),
+        (ScheduleError("no"), ExitCode.BAD_INPUT),
+        (refused_by_storage(), ExitCode.NO_ANSWER),
+        (OSError(errno.EIO, "Input/output error"), ExitCode.NO_ANSWER),
+        (OSError(errno.EACCES, "Permission denied"), ExitCode.CRASH),
+        (processes.NotMetError("no"), ExitCode.OTHERS_GONE),
+        (NoGoodError("no"), ExitCode.FAILED),
+        (ZeroDivisionError("no"), ExitCode.CRASH),
+        (KeyboardInterrupt(), ExitCode.INTERRUPTED),
+    ],
+)
+def test_code_of_an_error(error, code, capsys):
+    def fail():
+        raise error
+
+    assert command.run(fail, (NoGoodError,)) == code
+    printed = capsys.readouterr().err
+    assert ("Traceback" in printed) == (code == ExitCode.CRASH)
+    assert printed.strip()
+
+
+def test_a_crash_of_a_run_is_not_a_loss_that_is_not_finite(monkeypatch, tmp_path, capsys):
+    def crash(*_, **__):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(train, "train", crash)
+    assert train.main([str(SMALL), f"run.dir={tmp_path}"]) == 70
+    assert "error: RuntimeError: a bug" in capsys.readouterr().err
+
+
+def test_slurm_requeues_after_what_may_pass():
+    script = (ROOT / "launch/slurm.sbatch").read_text()
+    final = re.search(r"^final='(.+)' #", script, re.MULTILINE)[1]
+    again = [code for code in ExitCode if code not in (ExitCode.DONE, ExitCode.INTERRUPTED)]
+    for code in again:
+        found = subprocess.run(
+            ["grep", "-qxE", final], input=f"{int(code)}\n", text=True, check=False
+        )
+        assert (found.returncode != 0) == code.may_pass, code
+
+
+def test_the_page_of_troubles_has_every_code():
+    page = (ROOT / "jaxpipe/runtime/TROUBLES.md").read_text()
+    listed = set(
+        map(int, re.findall(r"\d+", " ".join(re.findall(r"^\| ([\d, ]+) \|", page, re.M))))
+    )
+    assert {code for code in ExitCode if code} <= listed
