@@ -29,6 +29,7 @@ from jaxpipe.planning.expert_checks import check_recording
 from jaxpipe.runtime import command, position, processes
 from jaxpipe.runtime.arrival import arriving
 from jaxpipe.runtime.devices import check_devices
+from jaxpipe.runtime.directory import resolve_links
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.runtime.exit_code import ExitCode
 from jaxpipe.runtime.storage import AnyPath, open_path
@@ -139,6 +140,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
         )
     check_settings(config)
     check_data_given(config)
+    config = resolve_links(config)
     position.enter("devices")
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
@@ -156,6 +158,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     from jaxpipe.runtime.compile_cache import use_compile_cache
     from jaxpipe.runtime.compiler import check_version
     from jaxpipe.runtime.directory import WriteGuard, check_shared, locked
+    from jaxpipe.runtime.ownership import Ownership
     from jaxpipe.runtime.spool import Spool, local_folder
     from jaxpipe.runtime.watchdog import Watchdog, place_of
     from jaxpipe.training.agreement import inputs_of_programs, programs_of, results_of
@@ -191,10 +194,11 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
         messages += [changes] if changes else []
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(config.runtime.hang_timeout))
-        stack.enter_context(locked(directory, messages.append))
+        lock = stack.enter_context(locked(directory, messages.append))
         if not is_address(config.run.dir):
             check_shared(directory)
         spool = stack.enter_context(Spool(config.run.dir, messages.append))
+        owner = stack.enter_context(Ownership(spool, lock))
         stack.enter_context(watchdog.files_in(spool))
         if plan.config.parallel.costs == "measure":
             from jaxpipe.training.measured_costs import measure
@@ -221,6 +225,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
                 keying=StateKeying(trainer.layout, trainer.sharding),
                 say=progress.say,
                 local=_local_saves(config, spool.shared),
+                check_owner=owner.check,
             )
         )
         if only_seed:
@@ -245,12 +250,14 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
             record(trainer, data.train, state, seen.position, record_routes)
             return 0
         log = None
+        owner.check()
         if processes.first():
             step = int(state.step)
             guard = WriteGuard(progress.say)
             note_start(config, step, guard)
             shown_on = open_loggers(config, step, guard)
-            log = MetricsLog(directory, last_step=step, loggers=shown_on, guard=guard)
+            how = {"loggers": shown_on, "guard": guard, "check_owner": owner.check_again}
+            log = MetricsLog(directory, last_step=step, **how)
             stack.enter_context(log)
         exports = stack.enter_context(Exports(config, progress.say))
         tasks = None

@@ -4,7 +4,8 @@ from jaxpipe.checkpoint.exclusion import Exclusion
 from jaxpipe.checkpoint.integrity import FORMAT, DamagedError
 from jaxpipe.checkpoint.keying import StateKeying
 from jaxpipe.checkpoint.listing import find_newest
-from jaxpipe.checkpoint.store import CheckpointStore, read_state
+from jaxpipe.checkpoint.restoring import read_state
+from jaxpipe.checkpoint.store import CheckpointStore
 
 __all__ = [
     "FORMAT",

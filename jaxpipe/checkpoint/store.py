@@ -3,30 +3,21 @@
 import contextlib
 import itertools
 import re
+import secrets
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from jaxpipe.checkpoint.compatibility import check_same_arrays, drop_absent_variables
-from jaxpipe.checkpoint.disk_keys import EMBED_HEAD, embed_head_key, rename_embed_head
-from jaxpipe.checkpoint.exclusion import Exclusion, leaves_by_name, replace_leaves
-from jaxpipe.checkpoint.handler import StateRestore, StateSave, make_state_handler
-from jaxpipe.checkpoint.integrity import (
-    FORMAT,
-    DamagedError,
-    add_checksum,
-    check_files,
-    has_checksums,
-    read_meta,
-    succeed_on_all_processes,
-)
+from jaxpipe.checkpoint.handler import StateSave, make_state_handler
+from jaxpipe.checkpoint.integrity import FORMAT, DamagedError, add_checksum
 from jaxpipe.checkpoint.keying import StateKeying
 from jaxpipe.checkpoint.listing import list_steps, list_unfinished
-from jaxpipe.checkpoint.memory import return_freed_memory
 from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
 from jaxpipe.checkpoint.orbax_stores import use_store_of
+from jaxpipe.checkpoint.restoring import Check, Meta, Tree, read_state
+from jaxpipe.checkpoint.retention import LINEAGE, Retention
 from jaxpipe.checkpoint.save_barrier import Manager, SaveBarrier
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime import processes, storage
@@ -35,18 +26,15 @@ from jaxpipe.runtime.storage import AnyPath
 if TYPE_CHECKING:
     from jaxpipe.checkpoint.local_saves import LocalSaves
 
-Tree = Any
-Meta = dict[str, Any]
-Check = Callable[[AnyPath, Meta], None]  # raises `ConfigError` for metadata of another run or model
-
 
 class CheckpointStore:
     """The checkpoints of one run: a context manager that waits for pending saves on exit.
 
     All processes of a run must call its methods in the same order. `local` are its local saves.
     Every save adds the entries of `carried` to its metadata. The newest `keep` checkpoints stay on
-    disk, and those of steps that are multiples of `keep_every` (0: no others). Raises `ConfigError`
-    where the directory cannot be written.
+    disk, those of steps that are multiples of `keep_every` (0: no others), and all that another run
+    has saved there. `check_owner` is called before anything is written or removed, and does not
+    return if another run uses the directory. Raises `ConfigError` where it cannot be written.
 
     >>> import jax, tempfile
     >>> import jax.numpy as jnp
@@ -78,8 +66,10 @@ class CheckpointStore:
         keying: StateKeying,
         say: Callable[[str], None] = print,
         local: "LocalSaves | None" = None,
+        check_owner: Callable[[], None] = lambda: None,
     ):
         self.local, self.directory = local, storage.absolute(directory)
+        self._check_owner = check_owner
         self.keying = keying
         self.carried: dict[str, Any] = {}
         self._asynchronous, self._say = asynchronous, say
@@ -92,9 +82,10 @@ class CheckpointStore:
         # collective would run among the collectives of the steps.
         active = set(range(jax.process_count())) if jax.process_count() > 1 else None
         self._barrier = SaveBarrier()
+        word = processes.from_first("lineage", lambda: secrets.token_hex(8))
+        self._retention = Retention(self.directory, keep, keep_every, word)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            keep_period=keep_every or None,
+            preservation_policy=self._retention,
             async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier if active else None),
             create=False,
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=active),
@@ -154,6 +145,7 @@ class CheckpointStore:
         args = ocp.args.Composite(state=StateSave(keyed), meta=saved_meta)
         with self._log_unwritten():
             self._check_all_can_write()
+            self._retention.note_foreign(self.steps)
             self._barrier.begin()
             self._manager.save(step, args=args)
         if not self._asynchronous:
@@ -169,7 +161,8 @@ class CheckpointStore:
             self.local.clear(self._say)
 
     def _described(self, step: int, meta: dict[str, Any]) -> dict[str, Any]:
-        return meta | self.carried | {"format": FORMAT, "step": step}
+        known = {"format": FORMAT, "step": step, LINEAGE: self._retention.lineage}
+        return meta | self.carried | known
 
     def remove_after(self, last_step: int) -> None:
         """Remove the checkpoints of steps after `last_step`, from which the run goes on."""
@@ -198,12 +191,13 @@ class CheckpointStore:
             step = max(steps, default=0)
             local = self.local if last_step is None else None
             if local and (found := local.restore(step, self.keying, like, say, check)):
-                return found
+                return self._retention.continue_from(found)
             if not steps:
                 return None
             try:
                 path = self.directory / str(step)
-                return read_state(path, self.keying, like, say=say, check=check)
+                found = read_state(path, self.keying, like, say=say, check=check)
+                return self._retention.continue_from(found)
             except DamagedError as error:
                 aside = self._set_aside(step)
                 say(
@@ -229,6 +223,7 @@ class CheckpointStore:
 
     def _remove_unfinished(self) -> None:
         """Remove files of a killed or failed save, which can be as large as the full state."""
+        self._check_owner()
         if processes.first():
             for path in list_unfinished(self.directory):
                 storage.remove_tree(path)
@@ -256,82 +251,6 @@ class CheckpointStore:
                 f"{self.directory}, or make it writable."
             )
             self._manager.reload()  # it forgets the steps that this save would have removed
-
-
-def read_state(
-    path: AnyPath,
-    keying: StateKeying,
-    like: Tree,
-    exclusion: Exclusion | None = None,
-    say: Callable[[str], None] = print,
-    check: Check | None = None,
-) -> tuple[Tree, Meta]:
-    """Read one checkpoint. All processes call it; each reads the shards of its own devices.
-
-    Returns `(state, meta)` with the state in the form of `like`, a state in stage-stacked form or
-    its shapes, of which some entries may be absent: they are not read. Parameters of `exclusion`
-    are initialised anew. Variables that the checkpoint does not have, or has with other shapes, are
-    omitted; if `like` has only parameters and variables, so are those of a run, which belong to its
-    training, and those of an import are read. `check` gets the path and the metadata before any
-    array is read.
-
-    Raises:
-      DamagedError: checksums, or files that are missing or cannot be decoded, prove damage.
-      ConfigError: the checkpoint is of another model or a newer format, or cannot be read for
-        another reason. Either error is raised on all processes, whichever process found it.
-    """
-    with succeed_on_all_processes(path):
-        meta = read_meta(path)
-        if meta.get("kind") == "params" and not like.keys() <= {"params", "variables"}:
-            raise ConfigError(
-                f"checkpoint {path} holds parameters only: set checkpoint.parameters_only=true to "
-                f"start from them."
-            )
-        if like.keys() == {"params", "variables"} and meta.get("kind") != "params":
-            like = {"params": like["params"]}
-        if check:
-            check(path, meta)
-        if has_checksums(meta):
-            check_files(path / "state", jax.process_index(), jax.process_count())
-    if not has_checksums(meta):
-        say(
-            f"checkpoint {path} was saved by a version that wrote no checksums: nothing proves "
-            f"that its arrays are undamaged"
-        )
-    with succeed_on_all_processes(path, checked=has_checksums(meta)):
-        return _read_arrays(path, keying, like, exclusion, embed_head_key(meta)), meta
-
-
-def _read_arrays(
-    path: AnyPath, keying: StateKeying, like: Tree, exclusion: Exclusion | None, key: str
-) -> Tree:
-    """Read the arrays of a checkpoint that stores embedding, final norm and head under `key`."""
-
-    def on_disk(keyed: Tree) -> Tree:
-        return rename_embed_head(keyed, EMBED_HEAD, key)
-
-    handler = make_state_handler()
-    stored = rename_embed_head(handler.metadata(path / "state").tree, key, EMBED_HEAD)
-    like = drop_absent_variables(stored, like)
-    shapes = keying.keyed_shapes(like)  # as on disk, without padding
-    left_out = frozenset()
-    if exclusion:
-        left_out = exclusion.match_names(shapes) | exclusion.absent_names(shapes, stored)
-    check_same_arrays(shapes, stored, path, left_out)
-    with return_freed_memory():
-        state = handler.restore(
-            path / "state",
-            args=StateRestore(
-                on_disk(replace_leaves(shapes, left_out, lambda _: ocp.PLACEHOLDER)),
-                restore_args=on_disk(keying.restore_args(like)),
-                partial_restore=True,
-            ),
-        )
-        state = rename_embed_head(state, key, EMBED_HEAD)
-        if exclusion and left_out:
-            new = leaves_by_name(keying.to_padded_keyed(exclusion.init_state()))
-            state = replace_leaves(state, left_out, lambda name: new[name])
-        return keying.to_stage_stacked(state, like)
 
 
 def _short_reason(error: Exception) -> str:

@@ -14,7 +14,9 @@ from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 
-from jaxpipe.config import ConfigError
+from msgspec.structs import replace
+
+from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.paths import is_address
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.storage import AnyPath
@@ -28,9 +30,63 @@ _LOOK_SECONDS = 0.1
 _MOST_WAITING = 16 << 20  # bytes per file queued in memory until they can be written
 
 
+class RunLock:
+    """The lock of a run directory, which this process holds.
+
+    Args:
+      directory: the run directory.
+      file: the open lock file.
+    """
+
+    def __init__(self, directory: Path, file: int):
+        self._directory, self.file = directory, file
+
+    def fault(self) -> str:
+        """What shows that the directory at its path is not the locked one; "" if nothing does.
+
+        A lock file that was removed is made and locked again.
+        """
+        path = self._directory / LOCK
+        try:
+            if os.path.samestat(os.fstat(self.file), path.stat()):
+                return ""
+        except FileNotFoundError:
+            try:
+                found = _take(self._directory, lambda _: None)
+            except ConfigError:  # a directory that cannot be written is no other run's
+                return "another process has locked it" if _is_there(path) else ""
+            os.close(self.file)
+            self.file = found
+            return ""
+        except OSError:  # a disk that does not answer now proves nothing
+            return ""
+        return "another directory is in its place"
+
+    def release(self) -> None:
+        """Give the lock up."""
+        os.close(self.file)
+
+
+def resolve_links(config: Config) -> Config:
+    """The configuration with a `run.dir` without symbolic links: changed ones do not move a run.
+
+    A path without links stays as it is, and an address.
+    """
+    text = config.run.dir
+    try:
+        resolved = Path(text).resolve()
+    except (OSError, RuntimeError):  # a loop of links
+        return config
+    if is_address(text) or resolved == Path(os.path.abspath(text)):
+        return config
+    return replace(config, run=replace(config.run, dir=str(resolved)))
+
+
 @contextlib.contextmanager
-def locked(directory: Path, say: Say) -> Iterator[None]:
+def locked(directory: Path, say: Say) -> Iterator[RunLock | None]:
     """Hold the lock of a run directory while the body runs; creates the directory.
+
+    It yields the lock in process 0, None in the others.
 
     All processes of a run call it; process 0 takes the lock for all. It is a POSIX lock on
     `<directory>/.lock`. It belongs to the process, so the kernel releases it however the process
@@ -49,12 +105,12 @@ def locked(directory: Path, say: Say) -> Iterator[None]:
     lock, refusal = None, ""
     if processes.first():
         try:
-            lock = _take(directory, say)
+            lock = RunLock(directory, _take(directory, say))
         except ConfigError as error:
             refusal = str(error)
     processes.refuse(refusal)
     try:
-        yield
+        yield lock
     except ConfigError:
         if lock is not None and os.listdir(directory) == [LOCK]:
             (directory / LOCK).unlink()
@@ -62,7 +118,7 @@ def locked(directory: Path, say: Say) -> Iterator[None]:
         raise
     finally:
         if lock is not None:
-            os.close(lock)
+            lock.release()
 
 
 def check_shared(directory: Path) -> None:
@@ -141,6 +197,13 @@ def _is_at(path: Path, file: int) -> bool:
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
+        return False
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
         return False
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ class MetricsLog:
     records, so every step is there once. Values are numbers or nested lists of numbers; NaN and
     infinity become null. Loggers get a scalar for every number of a small list, such as
     `counts/3/1`, and a histogram of a large list. `guard` reports records that cannot be written;
-    they are written once there is room. On exit the loggers are closed.
+    they are written once there is room. `check_owner` is called before every step's record. On exit
+    the loggers are closed.
     """
 
     def __init__(
@@ -34,7 +35,9 @@ class MetricsLog:
         last_step: int,
         loggers: Sequence[Logger] = (),
         guard: WriteGuard | None = None,
+        check_owner: Callable[[], None] = lambda: None,
     ):
+        self._check_owner = check_owner
         self._path = directory / "metrics.jsonl"
         self._file = self._opened(last_step)
         self._guard, self._loggers = guard or WriteGuard(print), loggers
@@ -67,6 +70,7 @@ class MetricsLog:
 
     def write(self, step: int, values: dict[str, MetricValue]) -> None:
         """Log one step's values."""
+        self._check_owner()
         finite = {name: _for_json(value) for name, value in values.items()}
         with self._guard.attempt(str(self._path)):
             self._file.append(f"{json.dumps({'step': step} | finite)}\n".encode())

@@ -17,7 +17,7 @@ from commands import SMALL
 from test_checkpoint import make_state, open_at
 
 from jaxpipe import train
-from jaxpipe.checkpoint import DamagedError, integrity, read_state, store
+from jaxpipe.checkpoint import DamagedError, integrity, read_state, restoring
 from jaxpipe.checkpoint.__main__ import main as command
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import ConfigError
@@ -133,7 +133,7 @@ def test_what_shows_no_damage_stops_and_changes_nothing(
     def fail(*_, **__):
         raise reason
 
-    place = (store, "_read_arrays") if where == "arrays" else (integrity, "checksum_of_file")
+    place = (restoring, "_read_arrays") if where == "arrays" else (integrity, "checksum_of_file")
     monkeypatch.setattr(*place, fail)
     with (
         open_at(tmp_path, keying) as checkpoints,
