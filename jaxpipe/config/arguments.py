@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import get_type_hints
 
 from jaxpipe.config.errors import ConfigError
+from jaxpipe.config.foreign import meaning
 from jaxpipe.config.paths import any_path
 from jaxpipe.config.sections import Config
 from jaxpipe.model import FAMILIES, ModelConfig
@@ -96,4 +97,6 @@ def _meant(word: str, argv: Sequence[str]) -> str:
         for key in record.__struct_fields__:
             if name.replace("-", "_") in (key, f"{section}.{key}"):
                 return f": a setting is given without dashes, as {section}.{key}={value}"
+    if here := meaning("", name):
+        return f": other trainers' {name} is the setting {here}, given as section.key=value"
     return ": --help lists them, and a setting is given without dashes, as train.steps=20"

@@ -18,6 +18,7 @@ import tomli_w
 
 from jaxpipe.config.errors import ConfigError
 from jaxpipe.config.files import AnyPath, LocalPath, StatePath
+from jaxpipe.config.foreign import PAGE, SECTIONS, meaning
 from jaxpipe.config.paths import CHECKPOINT_STORES, check_local, check_path
 from jaxpipe.config.sections import Config
 from jaxpipe.model import FAMILIES, PRESETS, ModelConfig
@@ -94,6 +95,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = path.read_bytes()
     except OSError as error:
+        if (path / "config.json").is_file():
+            path = path / "config.json"
+            raise ConfigError(f"{path} is not TOML{_other_format(path)}.") from error
         own = path / "config.toml"
         near = own if own.is_file() else "configs/quickstart.toml"
         raise ConfigError(
@@ -107,7 +111,19 @@ def _read(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not in UTF-8 ({error}): save it as UTF-8.") from error
     except (ValueError, RecursionError) as error:  # ValueError also for integers of too many digits
-        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+        raise ConfigError(f"{path} is not valid TOML: {error}{_other_format(path)}.") from error
+
+
+def _other_format(path: Path) -> str:
+    """Advice on a configuration that is JSON or YAML by its name."""
+    if path.suffix == ".json":
+        return (
+            f": for the config.json of a model from Hugging Face, `python -m jaxpipe.checkpoint "
+            f"import {path.parent} --write-config CONFIG` writes the TOML file of a run"
+        )
+    if path.suffix in (".yaml", ".yml"):
+        return f": write a TOML file, such as configs/quickstart.toml; {PAGE} lists the names here"
+    return ""
 
 
 def _parse_override(text: str) -> dict[str, Any]:
@@ -136,7 +152,9 @@ def _with_preset(tree: dict[str, Any]) -> dict[str, Any]:
     if not name or not isinstance(name, str):
         return tree
     if name not in PRESETS:
-        raise ConfigError(f"unknown model.preset={name!r}: use one of {', '.join(PRESETS)}.")
+        near = _nearest(re.sub(r"\W", "_", name.lower().rpartition("/")[2]), PRESETS)
+        meant = f"did you mean {near}? " if near else ""
+        raise ConfigError(f"unknown model.preset={name!r}: {meant}use one of {', '.join(PRESETS)}.")
     family = PRESETS[name]["family"]
     if model.get("family", family) != family:
         raise ConfigError(
@@ -155,25 +173,10 @@ def _sections(tree: Mapping[str, Any]) -> dict[str, Any]:
     return get_type_hints(Config) | {"model": FAMILIES[name].config}
 
 
-_ELSEWHERE = {  # sections of other trainers, and the sections here with their settings
-    "distributed": "parallel",
-    "multi_stage": "parallel",
-    "schedule": "parallel",
-    "scheduler": "optimizer",
-    "training": "train",
-    "metrics": "log",
-    "eval": "train",
-}
-
-
 def _check_names(tree: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
     for name, section in tree.items():
         if name not in sections:
-            near = _ELSEWHERE.get(name) or _nearest(name, sections)
-            meant = f"did you mean [{near}]? " if near else ""
-            raise ConfigError(
-                f"unknown section [{name}]: {meant}Sections are {', '.join(sections)}."
-            )
+            raise ConfigError(_unknown_section(name, tree, sections))
         if not isinstance(section, Mapping):
             raise ConfigError(f"{name} must be a section [{name}], not the value {section!r}.")
         fields = sections[name].__struct_fields__
@@ -183,12 +186,41 @@ def _check_names(tree: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
                     f"{name}.{key} is now {name}.{now}: give {name}.{now}={section[key]} instead."
                 )
             if key not in fields:
-                near = _nearest_key(name, key, sections)
-                meant = f"did you mean {near}? " if near else ""
+                there = meaning(name, key)
+                near = None if there else _nearest_key(name, key, sections)
+                meant = f"other trainers' {key} is {there} here; " if there else ""
+                meant = f"did you mean {near}? " if near else meant
                 raise ConfigError(
                     f"unknown key {name}.{key}: {meant}`python -m jaxpipe.train CONFIG "
                     f"--print-config` lists all keys."
                 )
+
+
+def _unknown_section(name: str, tree: Mapping[str, Any], sections: Mapping[str, Any]) -> str:
+    """The error of a section that is none: a misspelt name, or one of another trainer's file."""
+    unknown = [other for other in tree if other not in sections]
+    others = {
+        f"{other}.{key}": here
+        for other in unknown if other in SECTIONS and isinstance(tree[other], Mapping)
+        for key in tree[other] if (here := _meaning(other, key, sections))
+    }  # fmt: skip
+    if any(meaning(*name.split(".")) for name in others):  # not a section's name misspelt alone
+        names = "; ".join(f"{key} is {here}" for key, here in others.items())
+        return (
+            f"unknown section{'s' * (len(unknown) > 1)} "
+            f"{', '.join(f'[{other}]' for other in unknown)}, as other trainers have: {names}; "
+            f"{PAGE} lists more, and configs/ has files to start from."
+        )
+    near = SECTIONS.get(name) or _nearest(name, sections)
+    meant = f"did you mean [{near}]? " if near else ""
+    return f"unknown section [{name}]: {meant}Sections are {', '.join(sections)}."
+
+
+def _meaning(section: str, key: str, sections: Mapping[str, Any]) -> str | None:
+    """The setting here that a key of another trainer's section is, or None."""
+    own = SECTIONS[section]
+    same = f"{own}.{key}" if key in sections[own].__struct_fields__ else None
+    return meaning(section, key) or same
 
 
 def _nearest(word: str, known: Iterable[str]) -> str | None:
@@ -278,6 +310,23 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
         sentence = expected[:1].lower() + expected[1:]  # names in it keep their case
         for index, name in re.findall(r"\[(\d+)\]|\.(\w+)", place):
             value = value[int(index)] if index else value[name]
-        unquoted = expected == "Expected `str`" and not isinstance(value, list | dict)
-        remedy = """: quote it, in a shell as '"..."'""" if unquoted else ""
+        remedy = _other_spelling(expected, value)
         raise ConfigError(f"{key}{place[:-1]}: {sentence}, got {value!r}{remedy}.") from error
+
+
+def _other_spelling(expected: str, value: Any) -> str:
+    """Advice on a value of the right meaning in the notation of another language."""
+    if expected == "Expected `str`" and not isinstance(value, list | dict):
+        return """: quote it, in a shell as '"..."'"""
+    word = str(value).lower()
+    if word in ("none", "null"):
+        return ": leave the setting out, which takes its default"
+    for toml, words in {
+        "true": ("true", "yes", "on", "1"),
+        "false": ("false", "no", "off", "0"),
+    }.items():
+        if expected == "Expected `bool`" and word in words:
+            return f": write {toml}"
+    if expected.startswith("Expected `int`") and isinstance(value, float) and value.is_integer():
+        return f": write {int(value)}"
+    return ""

@@ -1,7 +1,7 @@
 """Rules of stages and schedules, and of embedding and head in a pipeline."""
 
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.schedule import FAMILIES
+from jaxpipe.schedule import ScheduleError, find_family
 
 
 def _check_weights(config: Config) -> None:
@@ -86,12 +86,13 @@ def _check_pipeline(config: Config) -> None:
     `parallel.schedule='custom'` needs `parallel.schedule_file`, and no other schedule takes one.
     """
     parallel = config.parallel
-    family = FAMILIES.get(parallel.schedule.lower())
-    if family is None:
+    try:
+        family = find_family(parallel.schedule)
+    except ScheduleError as error:
         raise ConfigError(
-            f"unknown parallel.schedule={parallel.schedule!r}: use one of {', '.join(FAMILIES)}; "
-            f"custom reads the order in the file parallel.schedule_file."
-        )
+            f"parallel.schedule: {str(error).removesuffix('.')}; custom reads the order in the "
+            f"file parallel.schedule_file."
+        ) from error
     layers = config.model.pipeline_layers
     if parallel.pp > layers:
         raise ConfigError(

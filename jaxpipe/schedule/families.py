@@ -121,6 +121,7 @@ class ScheduleFamily:
       may_underfill: whether fewer microbatches than ranks are acceptable, or the builder has a
         larger least number.
       variants: `(name, sizes) -> variants` that a plan tries.
+      elsewhere: names in PyTorch and in papers, in the spelling of `_plain`.
     """
 
     name: str
@@ -130,6 +131,7 @@ class ScheduleFamily:
     needs_equal_rounds: bool = False
     may_underfill: bool = False
     variants: Callable[[str, VariantSizes], Iterable[ScheduleVariant]] = _default_only
+    elsewhere: tuple[str, ...] = ()
 
     def has_option(self, option: str) -> bool:
         """Return whether the builder has an option, such as `slices` or `virtual_stages`."""
@@ -161,25 +163,31 @@ FAMILIES = {
     for family in (
         ScheduleFamily("gpipe", gpipe,
             "all forwards, then all backwards: simple, holds every microbatch",
-            may_underfill=True),
+            may_underfill=True, elsewhere=("afab", "fthenb")),
         ScheduleFamily("1f1b", one_f_one_b,
             "one forward, one backward in turn: holds P microbatches",
-            variants=_with_limits_in_flight),
+            variants=_with_limits_in_flight, elsewhere=("pipedream", "pipedreamflush")),
         ScheduleFamily("interleaved_1f1b", interleaved_1f1b,
             "1F1B over v stages a rank: 1/v of the bubble for v times the messages",
-            needs_equal_rounds=True, variants=_with_virtual_stages),
+            needs_equal_rounds=True, variants=_with_virtual_stages,
+            elsewhere=("interleaved", "vpp", "looped1f1b")),
         ScheduleFamily("bfs", bfs, "all microbatches through one stage of a rank after the other",
-            may_underfill=True, variants=_with_virtual_stages),
+            may_underfill=True, variants=_with_virtual_stages,
+            elsewhere=("loopedbfs", "breadthfirst")),
         ScheduleFamily("zb_h1", zb_h1,
-            "B and W apart, W fills the drain: a third of 1F1B's bubble"),
-        ScheduleFamily("zb_h2", zb_h2, "B and W apart, no bubble for twice 1F1B's memory"),
+            "B and W apart, W fills the drain: a third of 1F1B's bubble",
+            elsewhere=("zerobubble", "zb1p", "zb")),
+        ScheduleFamily("zb_h2", zb_h2, "B and W apart, no bubble for twice 1F1B's memory",
+            elsewhere=("zb2p",)),
         ScheduleFamily("zb_auto", zb_auto,
             "searched for the costs of the ops within a memory limit",
             variants=_with_memory_limits),
         ScheduleFamily("interleaved_zb", interleaved_zb, "zb_h1 over v stages a rank",
-            needs_equal_rounds=True, variants=_with_virtual_stages),
+            needs_equal_rounds=True, variants=_with_virtual_stages,
+            elsewhere=("interleavedzerobubble",)),
         ScheduleFamily("zbv", partial(search_v_shape, "zbv"),
-            "searched on the V: no bubble at 1F1B's memory", "v"),
+            "searched on the V: no bubble at 1F1B's memory", "v",
+            elsewhere=("zbvzerobubble", "zerobubblev")),
         ScheduleFamily("v_half", partial(search_v_shape, "v_half"),
             "searched on the V: half of 1F1B's memory", "v"),
         ScheduleFamily("v_min", partial(search_v_shape, "v_min"),
@@ -193,7 +201,7 @@ FAMILIES = {
             "DualPipe folded into a V: one copy of the parameters", "v", may_underfill=True,
             variants=_with_limit_of_same_memory),
         ScheduleFamily("custom", build_custom, "the orders in a file", "file", may_underfill=True,
-            variants=_no_variants),
+            variants=_no_variants, elsewhere=("pipelineschedulemulti", "pipelineschedulesingle")),
     )
 }  # fmt: skip
 NAMES = tuple(FAMILIES)
@@ -203,7 +211,14 @@ BUILDERS = {name: f.builder for name, f in FAMILIES.items() if f.placement != "f
 def find_family(name: str) -> ScheduleFamily:
     """Return the family of a name, ignoring case; raise `ScheduleError` for an unknown one."""
     if name.lower() not in FAMILIES:
-        near = get_close_matches(name.lower(), NAMES, n=1)
+        plain = _plain(name)
+        same = [f.name for f in FAMILIES.values() if plain in (_plain(f.name), *f.elsewhere)]
+        near = same or get_close_matches(name.lower(), NAMES, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
         raise ScheduleError(f"unknown schedule {name!r}: {meant}Choose one of {', '.join(NAMES)}.")
     return FAMILIES[name.lower()]
+
+
+def _plain(name: str) -> str:
+    """A name's letters and digits alone, without `Schedule` in front: PyTorch's class names."""
+    return "".join(filter(str.isalnum, name.lower())).removeprefix("schedule")

@@ -74,7 +74,10 @@ FUSED_RING = (
             ["run.dir=2026-11-26"],
             r"expected `str`, got datetime.date.*: quote it, in a shell as '\"",
         ),
-        (["model.preset=gpt5"], "unknown model.preset='gpt5': use one of llama3_8b"),
+        (
+            ["model.preset=gpt5"],
+            "unknown model.preset='gpt5': did you mean gpt2? use one of llama3_8b",
+        ),
         (["log.progress=1"], "log.progress: expected `bool`, got 1"),
     ],
 )
@@ -247,7 +250,10 @@ def test_load_rejects(overrides, message):
         (["model.n_kv_heads=3"], "model.n_heads=4 must be a multiple of model.n_kv_heads=3"),
         (["model.d_model=66"], "model.d_model=66 must be a multiple of model.n_heads=4"),
         (["model.head_dim=7"], "the width of a head is 7"),
-        (["parallel.schedule=2f2b"], "unknown parallel.schedule='2f2b': use one of gpipe, 1f1b"),
+        (
+            ["parallel.schedule=2f2b"],
+            "parallel.schedule: unknown schedule '2f2b': Choose one of gpipe, 1f1b",
+        ),
         (["parallel.virtual_stages=2"], "1f1b has no virtual_stages: leave virtual_stages=2 out"),
         (["parallel.schedule=zb_auto", "parallel.memory_limit=3p"], "use '1p', '2p', a number of"),
         (["parallel.schedule=zb_auto", "parallel.memory_limit=0.5"], "memory_limit=0.5"),

@@ -207,7 +207,7 @@ def refused(capsys, directory, *overrides):
     [
         (["parallel.dp=4"], "must equal the number of devices, 8"),
         (["parallel.ppp=4"], "did you mean parallel.pp?"),
-        (["parallel.schedule=zigzag"], "use one of gpipe, 1f1b"),
+        (["parallel.schedule=zigzag"], "Choose one of gpipe, 1f1b"),
         (["train.grad_accum_steps=3"], "cannot fill parallel.pp=4 under 1f1b: use at least 4"),
         (["model.vocab_size=100", "data.source=stdlib"], "model.vocab_size=100"),
         (["data.source=file", "data.path=missing.bin"], "missing.bin"),

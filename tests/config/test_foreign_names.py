@@ -1,0 +1,162 @@
+"""Names and files of other trainers: each leads to the setting here, or to the page's table."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from commands import SMALL
+
+from jaxpipe import train
+from jaxpipe.config import Config, ConfigError, load
+from jaxpipe.config.foreign import ROWS, SECTIONS, meaning, table
+from jaxpipe.model import FAMILIES
+from jaxpipe.planning.checks import check_settings
+from jaxpipe.schedule import ScheduleError, find_family
+
+PAGE = Path(__file__).parents[2] / "jaxpipe" / "config" / "README.md"
+# A configuration as torchtitan's llama3_8b.toml has it.
+TITAN = """
+[job]
+dump_folder = "./outputs"
+description = "Llama 3 8B training"
+[profiling]
+enable_profiling = true
+[metrics]
+log_freq = 10
+[model]
+name = "llama3"
+flavor = "8B"
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+[lr_scheduler]
+warmup_steps = 200
+[training]
+local_batch_size = 1
+seq_len = 8192
+max_norm = 1.0
+steps = 1000
+[parallelism]
+pipeline_parallel_degree = 4
+pipeline_parallel_schedule = "Interleaved1F1B"
+[activation_checkpoint]
+mode = "selective"
+"""
+
+
+def refusal(*words, config=SMALL):
+    with pytest.raises(ConfigError) as caught:
+        check_settings(load(config, words))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_page_has_the_table_that_errors_read():
+    assert table() in PAGE.read_text()
+
+
+def test_the_table_leads_to_settings_that_exist_and_shadows_none():
+    own = {key for record in Config.__annotations__ for key in keys_of(record)}
+    for names, here in ROWS:
+        settings = re.findall(r"\b([a-z]+)\.(\w+)", here)
+        assert settings, here
+        for section, key in settings:
+            assert key in keys_of(section), f"{section}.{key}"
+        for name in names.split():
+            assert "/" in name or name not in own, f"{name} is a setting here"
+    names = [name for row in ROWS for name in row[0].split()]
+    assert len(names) == len(set(names))
+    assert not SECTIONS.keys() & Config.__annotations__.keys()
+    assert set(SECTIONS.values()) <= Config.__annotations__.keys()
+
+
+def keys_of(section):
+    if section == "model":
+        return {key for f in FAMILIES.values() for key in f.config.__struct_fields__}
+    record = Config.__annotations__[section]
+    return set(record.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("override", "setting"),
+    [
+        ("train.global_batch_size=8", "train.batch_tokens"),
+        ("train.micro_batch_size=8", "train.microbatch_size"),
+        ("model.hidden_size=8", "model.d_model"),
+        ("model.num_hidden_layers=8", "model.n_layers"),
+        ("model.name=llama3", "model.preset"),
+        ("model.rms_norm_eps=1e-5", "model.norm_eps"),
+        ("optimizer.learning_rate=1e-3", "optimizer.lr"),
+        ("parallel.tensor_model_parallel_size=2", "parallel.tp"),
+        ("parallelism.pipeline_parallel_degree=2", "parallel.pp"),
+        ("training.max_norm=2", "optimizer.clip_norm"),
+    ],
+)
+def test_a_foreign_key_names_the_setting(override, setting):
+    assert f"is {setting}" in re.sub("other trainers' ", "", refusal(override)).replace(" here", "")
+
+
+def test_an_option_of_another_trainer_names_the_setting(capsys):
+    assert train.main([str(SMALL), "--tensor-model-parallel-size", "2"]) == 2
+    assert "is the setting parallel.tp, given as section.key=value" in capsys.readouterr().err
+
+
+# The names of torch.distributed.pipelining.schedules, without and with `Schedule` in front.
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("GPipe", "gpipe"), ("1F1B", "1f1b"), ("Interleaved1F1B", "interleaved_1f1b"),
+     ("LoopedBFS", "bfs"), ("InterleavedZeroBubble", "interleaved_zb"),
+     ("ZBVZeroBubble", "zbv"), ("DualPipeV", "dualpipev"), ("ZB-H1", "zb_h1"), ("ZB-V", "zbv")],
+)  # fmt: skip
+def test_schedules_by_pytorchs_names_are_found_or_hinted_at(theirs, ours):
+    for name in (theirs, f"Schedule{theirs}"):
+        if name.lower() == ours:
+            assert find_family(name).name == ours
+            continue
+        with pytest.raises(ScheduleError, match=re.escape(f"did you mean {ours}?")):
+            find_family(name)
+        assert f"did you mean {ours}?" in refusal(f"parallel.schedule={name}")
+
+
+def test_a_file_of_torchtitan_is_translated_at_once(tmp_path):
+    path = tmp_path / "titan.toml"
+    path.write_text(TITAN)
+    said = refusal(config=path)
+    assert '"Coming from another trainer" in jaxpipe/config/README.md' in said
+    for line in (
+        "[job], [profiling], [metrics], [lr_scheduler], [training]", "job.dump_folder is run.dir",
+        "training.steps is train.steps", "training.local_batch_size is train.microbatch_size x",
+        "lr_scheduler.warmup_steps is optimizer.warmup_steps", "metrics.log_freq is log.every",
+        "parallelism.pipeline_parallel_degree is parallel.pp",
+        "activation_checkpoint.mode is train.remat",
+    ):  # fmt: skip
+        assert line in said
+    assert "model.name: did you mean" not in said
+
+
+def test_a_config_json_or_yaml_in_place_of_the_toml_file(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8}))
+    (tmp_path / "base.yml").write_text("steps: 3\nmodel: llama\n")
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert f"checkpoint import {tmp_path} --write-config CONFIG" in refusal(config=path)
+    assert "write a TOML file" in refusal(config=tmp_path / "base.yml")
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("parallel.sequence_parallel=True", "write true"),
+        ("parallel.sequence_parallel=1", "write true"),
+        ("parallel.sequence_parallel=no", "write false"),
+        ("train.steps=1e3", "write 1000"),
+        ("train.steps=None", "leave the setting out, which takes its default"),
+        ("model.preset=meta-llama/Llama-3.1-8B", "did you mean llama3_1_8b"),
+    ],
+)
+def test_values_in_other_notations_name_the_right_one(override, remedy):
+    assert remedy in refusal(override)
+
+
+def test_what_has_no_meaning_here_has_none():
+    assert meaning("job", "description") is None
