@@ -65,14 +65,20 @@ def check_same_settings(
     allowed = set(config.checkpoint.allow_changed)
     changed = {key: values for key, values in changed.items() if key not in allowed}
     if changed:
+        changed, may_be_allowed = _given_settings(changed, saved["model"], config.model)
         there, here = (
             ", ".join(f"{key}={_format_value(values[i])}" for key, values in changed.items())
             for i in (0, 1)
         )
+        remedies = [f"set {there.replace(', ', ' ')}"]
+        if str(checkpoint).startswith(f"{config.run.dir}/"):
+            remedies.append("use another run.dir")
+        if may_be_allowed:
+            allow = f"'checkpoint.allow_changed={json.dumps(list(changed))}'"
+            remedies.append(f"if the change is meant {allow}")
         raise ConfigError(
             f"checkpoint {checkpoint} was trained with {there} but this configuration has {here}: "
-            f"set {there.replace(', ', ' ')}, or if the change is meant "
-            f"'checkpoint.allow_changed={json.dumps(list(changed))}'."
+            f"{', or '.join(remedies)}."
         )
     adapters = saved.get("lora", {})
     if adapters.get("rank") and config.lora.rank:
@@ -148,6 +154,29 @@ def changed_settings(saved: Mapping[str, Any], model: ModelConfig) -> dict[str, 
     if getattr(before, "has_router_bias", False) and not now.has_router_bias:
         changed[rate] = (getattr(before, rate), getattr(now, rate))
     return {f"model.{name}": pair for name, pair in changed.items() if pair[0] != pair[1]}
+
+
+def _given_settings(
+    changed: dict[str, tuple[Any, Any]], saved: Mapping[str, Any], model: ModelConfig
+) -> tuple[dict[str, tuple[Any, Any]], bool]:
+    """`changed` with the settings that were given in place of sizes that derive from them.
+
+    Also returns whether `checkpoint.allow_changed` can allow the changes: not those of sizes.
+    """
+    given = {name: getattr(model, name) for name in type(model).__struct_fields__}
+    derived = {
+        key for key in changed
+        if (name := key.removeprefix("model.")) in given and saved.get(name) == given[name]
+    }  # fmt: skip
+    if not derived:
+        return changed, True
+    sizes = {
+        f"model.{name}": (saved[name], given[name])
+        for name in sorted(SHOWN_BY_ARRAYS & given.keys() & saved.keys())
+        if saved[name] != given[name]
+    }
+    others = {key: values for key, values in changed.items() if key not in derived}
+    return sizes | others or changed, not sizes
 
 
 def drop_absent_variables(stored: Tree, like: Tree) -> Tree:

@@ -61,6 +61,37 @@ def test_another_model_of_the_same_shapes_is_refused(starts, change, capsys):
         assert f"'checkpoint.allow_changed=[\"{key}\"]'" in now
 
 
+@pytest.mark.parametrize(
+    ("there", "here", "names"),
+    [
+        (["model.d_model=32"], ["model.d_model=64"], ["model.d_model=32"]),
+        (
+            ["model.d_model=32", "model.n_heads=4"], ["model.d_model=64", "model.n_heads=2"],
+            ["model.d_model=32", "model.n_heads=4"],
+        ),
+        (["model.n_heads=4"], ["model.n_heads=2", "model.n_kv_heads=2"], ["model.n_heads=4"]),
+        (["model.family=gemma3", "model.head_dim=8"],
+         ["model.family=gemma3", "model.head_dim=16"],
+         ["model.head_dim=8"]),
+    ],
+)  # fmt: skip
+def test_the_given_setting_is_named_and_not_what_derives_from_it(there, here, names):
+    """A width of heads or of queries that is not given derives from another size."""
+    before, now = configs.load(SMALL, there), configs.load(SMALL, [*here, "run.dir=a"])
+    meta = {"config": configs.to_toml(before)}
+    with pytest.raises(ConfigError) as caught:
+        check_same_settings(Path("a/1"), meta, now, with_moments=True)
+    first, remedy = str(caught.value).split(": ")
+    named = first.split("was trained with ")[1].split(" but ")[0]
+    assert set(names) <= set(named.split(", "))
+    assert not {"head_dim", "query_width"} & {
+        word.split("=")[0].removeprefix("model.")
+        for word in named.split(", ") if word not in names
+    }  # fmt: skip
+    assert remedy.startswith(f"set {named.replace(', ', ' ')}, or use another run.dir")
+    assert ("allow_changed" in remedy) == ("model.d_model=64" not in here)
+
+
 def test_heads_of_the_same_product_are_another_model(starts, capsys):
     config = configs.load(SMALL)
     heads, width = config.model.n_heads, config.model.head_size

@@ -76,7 +76,7 @@ FUSED_RING = (
         ),
         (
             ["model.preset=gpt5"],
-            "unknown model.preset='gpt5': did you mean gpt2? use one of llama3_8b",
+            r"unknown model.preset='gpt5': did you mean gpt2\? use one of llama3_8b",
         ),
         (["log.progress=1"], "log.progress: expected `bool`, got 1"),
     ],
