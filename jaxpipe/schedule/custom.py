@@ -29,6 +29,11 @@ def read_schedule(path: str | Path, *, slices: int = 1) -> Schedule:
     schedule is not complete, well placed and free of deadlock.
     """
     path = Path(path)
+    return _build(path, _read_rows(path), slices)
+
+
+def _read_rows(path: Path) -> list[list[object]]:
+    """Return the cells of every rank, of which there is at least one, unparsed."""
     try:
         text = path.read_text()
         rows = json.loads(text) if path.suffix == ".json" else list(csv.reader(text.splitlines()))
@@ -38,6 +43,13 @@ def read_schedule(path: str | Path, *, slices: int = 1) -> Schedule:
         raise ScheduleError(f"{path}: is not valid {path.suffix[1:]}: {error}.") from error
     if not (isinstance(rows, list) and rows and all(isinstance(row, list) for row in rows)):
         raise ScheduleError(f"{path}: needs a row for each rank, and has none.")
+    while len(rows) > 1 and not any(rows[-1]):
+        rows.pop()  # empty lines at the end of a file
+    return rows
+
+
+def _build(path: Path, rows: list[list[object]], slices: int) -> Schedule:
+    """Return the valid schedule of the rows of a file."""
     orders = [
         [
             parse_cell(str(text).strip(), f"{path}, rank {rank}, cell {column}")
@@ -63,8 +75,15 @@ def build_custom(
     """
     if path is None:
         raise ScheduleError("custom needs a path: give the .csv or .json file of the schedule.")
-    schedule = read_schedule(path, slices=slices)
-    if (schedule.pp, schedule.microbatches) != (pp, microbatches * slices):
+    path = Path(path)
+    rows = _read_rows(path)
+    if len(rows) != pp:
+        raise ScheduleError(
+            f"{path}: has the orders of {len(rows)} pipeline ranks, one in each row, but pp={pp}: "
+            f"change one or the other."
+        )
+    schedule = _build(path, rows, slices)
+    if schedule.microbatches != microbatches * slices:
         cut = f" of {slices} slices" if slices > 1 else ""
         raise ScheduleError(
             f"{path}: is for pp={schedule.pp} and microbatches={schedule.microbatches // slices}"

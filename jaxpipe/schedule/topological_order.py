@@ -4,6 +4,7 @@ Every model of time computes start times in one pass over this order: a cell sta
 previous cell of its rank has ended and its inputs from other ranks have arrived.
 """
 
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
@@ -30,7 +31,7 @@ class OrderedCell(NamedTuple):
 def sort_topologically(schedule: Schedule) -> tuple[OrderedCell, ...]:
     """Return all cells in a topological order that keeps the order of each rank.
 
-    Raises `ScheduleError` for a deadlock; the message names the first blocked rank and its cell.
+    Raises `ScheduleError` for a deadlock; the message names its cause (`_deadlock`).
 
     >>> from jaxpipe.schedule import build
     >>> line = sort_topologically(build("1f1b", pp=2, microbatches=1))
@@ -58,13 +59,49 @@ def sort_topologically(schedule: Schedule) -> tuple[OrderedCell, ...]:
             others = tuple(other for other in before if line[other].rank != rank)
             line.append(OrderedCell(rank, cell, others))
             positions[rank] += 1
-    for rank, order in enumerate(schedule.ranks):
-        if positions[rank] < len(order):
-            cell = order[positions[rank]]
-            value = next(v for v in external_values(cell, schedule.stages) if v not in computed)
-            raise ScheduleError(
-                f"deadlock: rank {rank} waits at {cell} (position {positions[rank]}) for "
-                f"{value.kind} of stage {value.stage}, microbatch {value.microbatch}, which never "
-                f"comes."
-            )
+    if any(at < len(order) for at, order in zip(positions, schedule.ranks)):
+        raise ScheduleError(_deadlock(schedule, positions, computed))
     return tuple(line)
+
+
+def _deadlock(schedule: Schedule, positions: Sequence[int], computed: Collection[Value]) -> str:
+    """Return why no rank can go on: a rank that waits for itself, or ranks that do in a circle.
+
+    Args:
+      schedule: with a deadlock.
+      positions: of the cell at which each rank waits; the length of its order if it has finished.
+      computed: the values that were computed before.
+    """
+    producers = {
+        value: (rank, position)
+        for rank, order in enumerate(schedule.ranks)
+        for position, cell in enumerate(order)
+        for value in filter(None, map(produced_value, cell.actions))
+    }
+
+    def missing(rank: int) -> list[Value]:
+        cell = schedule.ranks[rank][positions[rank]]
+        return [v for v in external_values(cell, schedule.stages) if v not in computed]
+
+    def waits(rank: int, value: Value) -> str:
+        at = positions[rank]
+        wait = f"waits at {schedule.ranks[rank][at]} (position {at}) for"
+        if value not in producers:
+            return f"{wait} {value.kind} of stage {value.stage}, microbatch {value.microbatch}"
+        other, later = producers[value]
+        of = "the same rank" if other == rank else f"rank {other}"
+        return f"{wait} {schedule.ranks[other][later]} of {of} (position {later})"
+
+    blocked = [r for r, order in enumerate(schedule.ranks) if positions[r] < len(order)]
+    for rank in blocked:
+        for value in missing(rank):
+            if value not in producers:
+                return f"deadlock: rank {rank} {waits(rank, value)}, which never comes."
+            if producers[value][0] == rank:
+                return f"deadlock: rank {rank} {waits(rank, value)}, which it runs later."
+    chain = [blocked[0]]  # each waits for the next; what they end in is a circle
+    while (following := producers[missing(chain[-1])[0]][0]) not in chain:
+        chain.append(following)
+    circle = chain[chain.index(following) :]
+    told = ", which ".join(waits(rank, missing(rank)[0]) for rank in circle)
+    return f"deadlock: rank {circle[0]} {told}: none of them can go on."

@@ -50,7 +50,7 @@ def test_idle_cells_are_passed_over(tmp_path):
         ("0F0,0F1,0B0\n", "stage 0, microbatch 1 has F1@0: it needs F and then BW"),
         ("0F0,0F0,0B0\n", "F0@0 appears 2 times"),
         ("0F0,0B0\n1F0,1B0,0F1,0B1\n", "1F1 is missing"),
-        ("0F0,0B0\n1B0,1F0\n", "deadlock: rank 0 waits at BW0@0"),
+        ("0F0,0B0\n1B0,1F0\n", r"rank 1 waits at BW0@1 \(position 0\) for F0@1 of the same rank"),
     ],
 )
 def test_faults_are_named(tmp_path, text, message):
@@ -60,6 +60,47 @@ def test_faults_are_named(tmp_path, text, message):
         read_schedule(path)
     assert "custom.csv" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("edits", "cause"),
+    [
+        # Rank 3 computes a gradient before its forward; all others wait for that one.
+        ({3: ("3F0,3B0,3F1", "3F1,3B0,3F0")},
+         "deadlock: rank 3 waits at BW0@3 (position 1) for F0@3 of the same rank (position 2), "
+         "which it runs later"),
+        ({2: ("2F0,2F1", "2B0,2F0,2F1")},
+         "deadlock: rank 2 waits at BW0@2 (position 0) for F0@2 of the same rank (position 1)"),
+        # Rank 1 waits for rank 2 at once, which waits for rank 1: ranks 0 and 3 are innocent.
+        ({1: ("1F0,1F1,1F2,1B0", "1F0,1B0,1F1,1F2"), 2: ("2F0,2F1,2B0", "2F0,2F1,2B0")},
+         "deadlock: rank 1 waits at BW0@1 (position 1) for BW0@2 of rank 2 (position 2), which "
+         "waits at F1@2 (position 1) for F1@1 of rank 1 (position 2): none of them can go on."),
+    ],
+)  # fmt: skip
+def test_a_deadlock_names_its_cause(tmp_path, edits, cause):
+    path = tmp_path / "stuck.csv"
+    write_schedule(build("1f1b", pp=4, microbatches=4), path)
+    rows = path.read_text().splitlines()
+    for rank, (before, after) in edits.items():
+        assert before in rows[rank]
+        rows[rank] = rows[rank].replace(before + ",", after + ",")
+        for cell in set(before.split(",")) ^ set(after.split(",")):
+            rows[rank] = rows[rank][::-1].replace(f"{cell},"[::-1], "", 1)[::-1]
+    path.write_text("\n".join(rows) + "\n\n")
+    with pytest.raises(ScheduleError) as caught:
+        build("custom", pp=4, microbatches=4, path=path)
+    assert cause in str(caught.value)
+
+
+def test_a_file_for_another_number_of_ranks(tmp_path):
+    path = tmp_path / "mine.csv"
+    write_schedule(build("1f1b", pp=4, microbatches=4), path)
+    for more in ("4F0\n", "4F0,4F1,4F2,4F3\n", "4B0\n"):
+        (tmp_path / "five.csv").write_text(path.read_text() + more)
+        with pytest.raises(ScheduleError, match=r"orders of 5 pipeline ranks.* but pp=4"):
+            build("custom", pp=4, microbatches=4, path=tmp_path / "five.csv")
+    with pytest.raises(ScheduleError, match=r"orders of 4 pipeline ranks.* but pp=2"):
+        build("custom", pp=2, microbatches=4, path=path)
 
 
 def test_files_that_cannot_be_read(tmp_path):

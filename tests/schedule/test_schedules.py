@@ -186,7 +186,7 @@ def broken(rank, edit):
         (0, lambda o: o.pop(), "stage 0, microbatch 1 has F1@0: it needs F and then BW"),
         (0, lambda o: o.append(o[0]), "F0@0 appears 2 times"),
         (0, lambda o: o.insert(0, o.pop()), "deadlock: rank 0 waits at BW1@0"),
-        (1, lambda o: o.reverse(), "deadlock: rank 0 waits at BW0@0"),
+        (1, lambda o: o.reverse(), "deadlock: rank 1 waits at BW1@1"),
         (1, lambda o: o.append(F(0, 0)), "rank 1, F0@0: stage 0 is on rank 0"),
         (
             1,
