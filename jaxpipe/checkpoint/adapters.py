@@ -8,11 +8,9 @@ matrices `base_model.model.<name of the weight>.lora_A.weight` `[rank, in]` and 
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.numpy import save
 
 from jaxpipe.checkpoint.naming import NamedParameter, list_parameters
 from jaxpipe.checkpoint.placing import ParamPath, Read
@@ -21,9 +19,8 @@ from jaxpipe.config import ConfigError, LoraConfig
 from jaxpipe.model import ModelConfig
 from jaxpipe.model.lora import NAME, Adapter, merge_adapter
 
-Tree = Any
 FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-_PREFIX, _MATRICES = "base_model.model.", {"a": "lora_A", "b": "lora_B"}
+PREFIX, MATRICES = "base_model.model.", {"a": "lora_A", "b": "lora_B"}
 
 
 def adapter_paths(path: ParamPath) -> Adapter:
@@ -73,10 +70,10 @@ def export_adapters(
     for parameter in adapted:
         _check_expressible(parameter)
         matrices = read(list(adapter_paths(parameter.path)))
-        for matrix, array in zip(_MATRICES.values(), matrices):
+        for matrix, array in zip(MATRICES.values(), matrices):
             every = array if parameter.is_stacked else array[None]
             for name, one in zip(parameter.hf_names, every):
-                tensors[_peft_name(name, matrix)] = np.ascontiguousarray(one.T, np.float32)
+                tensors[peft_name(name, matrix)] = np.ascontiguousarray(one.T, np.float32)
     modules, weights = set(), set()
     for one in adapted:
         beside_experts = model.routed_experts and not one.has_experts and _is_mlp(one.hf_names[0])
@@ -98,66 +95,6 @@ def export_adapters(
         (directory / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
         (directory / FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
     return len(adapted)
-
-
-def read_adapters(
-    source: Path, model: ModelConfig, lora: LoraConfig, place: Callable[[Read], Tree]
-) -> Tree:
-    """Read adapters in PEFT's format, and return what `place` makes of them.
-
-    Args:
-      source: a directory with both files.
-      model: the model.
-      lora: settings of the run.
-      place: gets a function that reads the adapters at paths, and reads them all.
-
-    Raises `ConfigError` where the directory cannot be read, its rank or factor are not those of the
-    settings, or an adapter is missing or left over.
-    """
-    try:
-        settings = json.loads((source / SETTINGS).read_text())
-        tensors = load_file(source / FILE)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(
-            f"lora.adapter={str(source)!r} holds no adapters in PEFT's format ({error}): give a "
-            f"folder with {SETTINGS} and {FILE}."
-        ) from error
-    for theirs, name in {"r": "rank", "lora_alpha": "alpha"}.items():
-        if settings.get(theirs) != getattr(lora, name):
-            raise ConfigError(
-                f"{source}/{SETTINGS} has {theirs}={settings.get(theirs)}, but lora.{name}="
-                f"{getattr(lora, name)}: set lora.{name}={settings.get(theirs)}."
-            )
-    for name in ("use_rslora", "alpha_pattern"):
-        if value := settings.get(name):
-            raise ConfigError(
-                f"{source}/{SETTINGS} has {name}={value}, but adapters count lora.alpha / "
-                f"lora.rank times here: merge them with PEFT, and import the result."
-            )
-    parameters, unread = {one.path: one for one in list_parameters(model)}, set(tensors)
-
-    def read(paths: Sequence[ParamPath]) -> list[np.ndarray]:
-        return [read_one(path) for path in paths]
-
-    def read_one(path: ParamPath) -> np.ndarray:
-        parameter = parameters[(*path[:2], *path[3:-1])]
-        names = [_peft_name(name, _MATRICES[path[-1]]) for name in parameter.hf_names]
-        if missing := [name for name in names if name not in tensors]:
-            raise ConfigError(
-                f"{source}/{FILE} has no {missing[0]}: leave it out of lora.targets, or give "
-                f"another lora.adapter."
-            )
-        unread.difference_update(names)  # a schedule may place a layer twice
-        every = [tensors[name].T for name in names]
-        return np.stack(every) if parameter.is_stacked else every[0]
-
-    placed = place(read)
-    if unread:
-        raise ConfigError(
-            f"{source}/{FILE} also has {min(unread)}, but there is no such adapter here: add its "
-            f"weight to lora.targets, or give adapters of this model as lora.adapter."
-        )
-    return placed
 
 
 def _check_expressible(parameter: NamedParameter) -> None:
@@ -183,5 +120,6 @@ def _module(name: str) -> str:
     return ".".join(name.removesuffix(".weight").split(".")[-2:])
 
 
-def _peft_name(name: str, matrix: str) -> str:
-    return f"{_PREFIX}{name.removesuffix('.weight')}.{matrix}.weight"
+def peft_name(name: str, matrix: str) -> str:
+    """PEFT's name of a matrix of the adapter of a weight."""
+    return f"{PREFIX}{name.removesuffix('.weight')}.{matrix}.weight"

@@ -143,16 +143,11 @@ class LoraDecoder:
         return self.base.init_embed_head(key)
 
     def init_layer(self, key: jax.Array, index: jax.Array | int, kind: str = "layer") -> Tree:
-        """Initial values of a layer: a uniform as torch's `Linear`, b zero, as in PEFT."""
+        """Initial values of a layer, and of its adapters (`init_adapter`)."""
         layer, flat = self.base.init_layer(key, index, kind), {}
         for path, spec in self.adapters.paths(self.base.leaves[kind]):
-            shapes = adapter_shapes(spec.shape, self.adapters.rank)
-            own = jax.random.fold_in(
-                jax.random.fold_in(key, index), zlib.crc32("/".join((NAME, *path)).encode())
-            )
-            bound = spec.shape[-2] ** -0.5
-            a = jax.random.uniform(own, shapes.a, jnp.float32, -bound, bound)
-            flat[path] = Adapter(a, jnp.zeros(shapes.b, jnp.float32))._asdict()
+            own = jax.random.fold_in(key, index)
+            flat[path] = init_adapter(own, path, spec.shape, self.adapters.rank)._asdict()
         return layer | {NAME: unflatten_dict(flat)}
 
     @cached_property
@@ -303,6 +298,21 @@ def adapter_shapes(shape: tuple[int, ...], rank: int) -> Adapter:
     """Shapes of the adapter of a weight `[..., in, out]`."""
     *experts, inputs, outputs = shape
     return Adapter((*experts, inputs, rank), (*experts, rank, outputs))
+
+
+def init_adapter(key: jax.Array, path: ParamPath, shape: tuple[int, ...], rank: int) -> Adapter:
+    """Initial adapter of a weight: a is uniform as torch's `Linear`, b zero, as in PEFT.
+
+    Args:
+      key: of the layer.
+      path: of the weight in its layer.
+      shape: of the weight.
+      rank: inner width of the adapter.
+    """
+    shapes, bound = adapter_shapes(shape, rank), shape[-2] ** -0.5
+    own = jax.random.fold_in(key, zlib.crc32("/".join((NAME, *path)).encode()))
+    a = jax.random.uniform(own, shapes.a, jnp.float32, -bound, bound)
+    return Adapter(a, jnp.zeros(shapes.b, jnp.float32))
 
 
 def adapter_specs(spec: ParamSpec, rank: int) -> Adapter:

@@ -9,8 +9,8 @@ import msgspec
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import CheckpointStore, DamagedError, Exclusion, find_newest, read_state
-from jaxpipe.checkpoint.adapters import read_adapters
 from jaxpipe.checkpoint.compatibility import check_same_settings
+from jaxpipe.checkpoint.peft_reading import read_adapters
 from jaxpipe.checkpoint.placing import Read, place_parameters
 from jaxpipe.checkpoint.serving import TOKENIZER, ServingFiles
 from jaxpipe.config import Config, ConfigError, DataConfig, ParallelConfig
@@ -92,7 +92,7 @@ def _started(
             f"starts from initial parameters."
         )
     if resume in ("auto", "none"):
-        return _fresh(trainer, trainer.init_parameters()), DataPosition(), {}
+        return _fresh(trainer, trainer.init_parameters(), say), DataPosition(), {}
     path = find_newest(open_path(resume), "checkpoint.resume", "'auto', 'none', ")
     patterns = trainer.config.checkpoint.exclude
     but = f", but {', '.join(patterns)} new" if patterns else ""
@@ -103,7 +103,7 @@ def _started(
         like = {"params": shapes.params, "variables": shapes.variables}
         restored, meta = _read(path, checkpoints, like, exclusion, say, check)
         say(f"started with the parameters of {path} (step {meta['step']}){but}")
-        state = _fresh(trainer, restored["params"])
+        state = _fresh(trainer, restored["params"], say)
         if imported := restored.get("variables"):
             state = state._replace(variables=state.variables | imported)
         return state, DataPosition(), meta
@@ -117,7 +117,7 @@ def _started(
     return *_resumed(trainer, restored, meta, data, say, but), meta
 
 
-def _fresh(trainer: Trainer, params: Tree) -> State:
+def _fresh(trainer: Trainer, params: Tree, say: Say) -> State:
     """The state of step 0 with these parameters, and the adapters of `lora.adapter`, if given."""
     lora = trainer.config.lora
     if not lora.adapter:
@@ -129,7 +129,8 @@ def _fresh(trainer: Trainer, params: Tree) -> State:
         tree = {"embed_head": {}, "layers": own}
         return place_parameters(read, tree, trainer.layout, trainer.sharding, lora.adapter)
 
-    placed = read_adapters(local_copy(lora.adapter), trainer.config.model, lora, place)
+    folder, seed = local_copy(lora.adapter), trainer.config.train.seed
+    placed = read_adapters(folder, trainer.config.model, lora, place, seed=seed, say=say)
     layers = (layer | new for layer, new in zip(params["layers"], placed["layers"]))
     return trainer.fresh(params | {"layers": tuple(layers)})
 
