@@ -1,5 +1,8 @@
 """The checkpoints on disk, found by the names of their directories."""
 
+from collections.abc import Callable
+from typing import Any
+
 from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import is_address
 from jaxpipe.runtime.storage import COMMIT, AnyPath, absolute
@@ -40,6 +43,27 @@ def list_steps(directory: AnyPath) -> list[int]:
     else:
         directories = list(directory.iterdir()) if directory.is_dir() else []
     return sorted(int(path.name) for path in directories if path.name.isdecimal())
+
+
+def named_by_step(
+    check: Callable[[AnyPath, dict[str, Any]], None] | None,
+) -> Callable[[AnyPath, dict[str, Any]], None]:
+    """A check of a checkpoint's path and metadata: `check`, and that the path is named by the step.
+
+    Orbax saves no step below the newest name, so a run could not save after a checkpoint that was
+    renamed to a larger number.
+    """
+
+    def check_name(path: AnyPath, meta: dict[str, Any]) -> None:
+        if (step := meta.get("step")) != int(path.name):
+            raise ConfigError(
+                f"checkpoint {path} is of step {step}, so it was renamed: rename it to {step}, or "
+                f"move it out of {path.parent}."
+            )
+        if check:
+            check(path, meta)
+
+    return check_name
 
 
 def list_unfinished(directory: AnyPath) -> list[AnyPath]:

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from jaxpipe.checkpoint.handler import StateSave, make_state_handler
 from jaxpipe.checkpoint.integrity import FORMAT, DamagedError, add_checksum
 from jaxpipe.checkpoint.keying import StateKeying
-from jaxpipe.checkpoint.listing import list_steps, list_unfinished
+from jaxpipe.checkpoint.listing import list_steps, list_unfinished, named_by_step
 from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
 from jaxpipe.checkpoint.orbax_stores import use_store_of
 from jaxpipe.checkpoint.restoring import Check, Meta, Tree, read_state
@@ -196,7 +196,7 @@ class CheckpointStore:
                 return None
             try:
                 path = self.directory / str(step)
-                found = read_state(path, self.keying, like, say=say, check=check)
+                found = read_state(path, self.keying, like, say=say, check=named_by_step(check))
                 return self._retention.continue_from(found)
             except DamagedError as error:
                 aside = self._set_aside(step)

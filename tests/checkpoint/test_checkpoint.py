@@ -226,6 +226,20 @@ def test_an_older_one_is_restored_without_loss_of_the_newer(tmp_path):
         assert checkpoints.restore(state, pytest.fail)[1]["step"] == 3
 
 
+def test_a_checkpoint_that_was_renamed_is_named(tmp_path):
+    """Orbax would save no step before a later name."""
+    state, keying = make_state([2, 1])
+    with open_at(tmp_path, keying) as checkpoints:
+        checkpoints.save(4, state, {})
+    (tmp_path / "4").rename(tmp_path / "500")
+    wrong = pytest.raises(ConfigError, match=r"500 is of step 4, .*: rename it to 4, or move")
+    with open_at(tmp_path, keying) as checkpoints, wrong:
+        checkpoints.restore(state, say=pytest.fail)
+    (tmp_path / "500").rename(tmp_path / "4")
+    with open_at(tmp_path, keying) as checkpoints:
+        assert checkpoints.restore(state, say=pytest.fail)[1]["step"] == 4
+
+
 def test_local_saves_are_asked_again_where_a_checkpoint_is_damaged(tmp_path):
     asked, state, keying = [], *make_state([2, 1])
     with open_at(tmp_path, keying) as checkpoints:
