@@ -7,6 +7,10 @@ and `greedy` (whether no other token was more likely) [N, L - 1], or a .jsonl wi
 TOKENS may also be a folder of `python -m jaxpipe.data prepare`: its scores are written beside its
 tokens, where training on pairs (train.loss=dpo) reads those of the reference model.
 
+Experts take every token that chooses them, whatever capacity the model was trained with. Only the
+scores of a folder are with this capacity, since they are compared with a step's: if the run on
+pairs has another model.capacity_factor, give it here too.
+
 It computes in float32 on one device; settings choose a mesh, devices and another dtype:
 parallel.pp=2 runtime.cpu_devices=2 train.compute_dtype=bfloat16. With several processes the first
 writes the scores.
@@ -69,8 +73,8 @@ def _out(tokens: Path, out: Path | None) -> Path | None:
 def score(model: str | Path, tokens: Path, out: Path | None, overrides: Sequence[str] = ()) -> int:
     """Score the sequences of a file, write their scores, and return the number of scored tokens.
 
-    With `out` None `tokens` is a prepared folder, and scores are written beside its tokens. With
-    several processes the first writes.
+    With `out` None `tokens` is a prepared folder, and scores are written beside its tokens; experts
+    then drop what a training step drops. With several processes the first writes.
 
     Raises:
         ConfigError: the model, the tokens, a setting or `out` cannot be used.
@@ -88,7 +92,11 @@ def score(model: str | Path, tokens: Path, out: Path | None, overrides: Sequence
     saved = SavedModel.open(model)
     check_ids(sequences, tokens, saved.model.vocab_size, saved.longest)
     longest = max(len(row) - 1 for row in sequences)
-    config = inference_config(saved.model, overrides, rows=len(sequences), longest=longest)
+    config = inference_config(
+        saved.model, overrides, rows=len(sequences), longest=longest, dropless=folder is None
+    )
+    if processes.first() and (capacity := getattr(config.model, "capacity_factor", 0)):
+        print(f"experts drop tokens as a step with model.capacity_factor={capacity} does")
     scores = Scorer(LoadedModel.load(saved, config)).score(sequences)
     if processes.first():
         if folder:

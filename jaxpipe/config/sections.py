@@ -1,9 +1,9 @@
 """Every setting of a run, by section: frozen records with types, ranges, units and defaults."""
 
 import math
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Generic, Literal, Self, TypeVar
 
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from jaxpipe.config.files import (
     AnyPath,
@@ -314,6 +314,11 @@ class Config(Section, Generic[Model], kw_only=True):
     def tokens_per_step(self) -> int:
         """Tokens per step over all devices."""
         return math.prod(self.batch_shape.values()) * self.train.seq_len
+
+    def for_evaluation(self) -> Self:
+        """The same settings with experts that drop no token, whatever they drop in training."""
+        parallel = structs.replace(self.parallel, ep_buffer_factor=0.0)
+        return structs.replace(self, model=self.model.for_evaluation(), parallel=parallel)
 
     @property
     def pads(self) -> bool:

@@ -37,7 +37,12 @@ def uses_pipeline(config: Config) -> bool:
 
 
 def inference_config(
-    model: ModelConfig, overrides: Sequence[str], *, rows: int, longest: int
+    model: ModelConfig,
+    overrides: Sequence[str],
+    *,
+    rows: int,
+    longest: int,
+    dropless: bool = True,
 ) -> Config:
     """The configuration with which a trained model is used, on one device unless overridden.
 
@@ -46,6 +51,8 @@ def inference_config(
       overrides: `section.key=value` of mesh, devices and batch.
       rows: number of sequences.
       longest: inputs of the longest sequence [tokens].
+      dropless: whether experts take every token; False: what fits the model's own capacity, as in a
+        training step. `model.capacity_factor` in `overrides` wins over both.
 
     Without `train.grad_accum_steps` and `train.microbatch_size` a batch has two microbatches per
     pipeline rank, of four sequences each, or fewer where that is enough for `rows`.
@@ -60,7 +67,7 @@ def inference_config(
                 f"{' and '.join(_MAY_BE_SET)} may be set."
             )
     tree = {
-        "model": msgspec.to_builtins(model.for_inference()),
+        "model": msgspec.to_builtins(model.for_inference(dropless=dropless)),
         "train": {**_TRAIN, "seq_len": max(longest, 2)},
     }
     first = build(tree, overrides)

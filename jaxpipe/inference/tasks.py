@@ -148,7 +148,7 @@ class RunTasks:
 
 
 def _evaluating(config: Config, longest: int) -> Config:
-    """A run's configuration for sequences of up to `longest` tokens, and without its loss."""
+    """A run's configuration for sequences of up to `longest` tokens, without its loss and drops."""
     multiple = config.parallel.sequence_shards * config.train.loss_chunks
     train = structs.replace(
         config.train,
@@ -159,7 +159,7 @@ def _evaluating(config: Config, longest: int) -> Config:
         length_bucket=LENGTH_MULTIPLE * multiple,
         pad_to_multiple_of=config.train.loss_chunks,
     )
-    return structs.replace(config, train=train, data=DataConfig())
+    return structs.replace(config.for_evaluation(), train=train, data=DataConfig())
 
 
 def _not_on_disk(paths: Sequence[Any]) -> list[Any]:

@@ -54,9 +54,16 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Number of further tokens that each position predicts in training."""
         return 0
 
-    def for_inference(self) -> Self:
-        """The same model without what training alone computes, with attention for every dtype."""
-        return self.for_generation()
+    def for_evaluation(self) -> Self:
+        """The same model with experts that take every token that chooses them."""
+        return self
+
+    def for_inference(self, *, dropless: bool = True) -> Self:
+        """The same model without what training alone computes, with attention for every dtype.
+
+        `dropless` False keeps the capacity of experts, to repeat what a training step drops.
+        """
+        return (self.for_evaluation() if dropless else self).for_generation()
 
     def for_generation(self) -> Self:
         """The same model with attention that takes tokens one by one, after those before them."""

@@ -25,6 +25,9 @@ Batch = Mapping[str, np.ndarray]
 class BatchScores:
     """Scores the targets of batches, whatever loss the trainer's steps have.
 
+    Experts drop what a step on the same batch drops, so that the scores of the parameters of a step
+    are those of its loss. `Trainer.evaluation` has the same model without drops.
+
     A batch has arrays `[M, B, L]`: `inputs`, `targets` and what else the model's layers read. Rows
     of the loss are ignored. Parameters are stage-stacked, as in `State.params`.
     """

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, Self
@@ -297,15 +297,26 @@ class Trainer:
         return optimizers.averaged(optimizer, state.params)
 
     @cached_property
+    def evaluation(self) -> Self:
+        """The trainer of the same run, with the same state, whose experts drop no token."""
+        config = self.config.for_evaluation()
+        if config == self.config:
+            return self
+        return replace(self, plan=replace(self.plan, config=config))
+
+    @cached_property
     def eval_step(self) -> Any:
         """Compiled `(state, batch) -> (loss, targets)`, which runs the forward-only pass.
 
-        `loss` is the mean cross-entropy over the batch's targets, 0 if there are none; `targets` is
-        the number of targets of each microbatch, `[M]`.
+        Experts drop no token, except for a loss that compares with scores in the batch
+        (`Config.loss_rows`): these are of a step that drops some. `loss` is the mean over the
+        batch's targets, 0 if there are none; `targets` is the number of targets of each microbatch,
+        `[M]`.
         """
+        evaluated = self if self.config.loss_rows else self.evaluation
 
         def loss(state: State, batch: Tree) -> tuple[jax.Array, jax.Array]:
-            outputs = self.pipeline.forward(self.averaged(state), batch, state.variables)
+            outputs = evaluated.pipeline.forward(self.averaged(state), batch, state.variables)
             return self.first_loss(outputs.losses), outputs.counts
 
         return jax.jit(

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from commands import SMALL  # noqa: E402
 from saved_runs import saved_run  # noqa: E402
 from several import ends, start_all  # noqa: E402
 from trained_models import VOCABULARY, logits_of, published  # noqa: E402
 
+from jaxpipe.checkpoint.__main__ import main as checkpoint_command  # noqa: E402
 from jaxpipe.config import ConfigError  # noqa: E402
 from jaxpipe.inference.token_sequences import read_sequences  # noqa: E402
 from jaxpipe.planning import device_checks  # noqa: E402
@@ -105,6 +106,22 @@ def test_a_run_is_scored_as_it_is_evaluated(tmp_path, run):
     words = [str(tmp_path / "run"), str(tmp_path / "ids.npy"), "--out", str(out)]
     assert main([*words, "parallel.pp=2"]) == 0
     np.testing.assert_allclose(-np.load(out)["logprobs"].mean(), loss, rtol=1e-6)
+
+
+@pytest.mark.extended
+def test_a_model_trained_with_a_capacity_is_scored_as_its_export(tmp_path):
+    experts = "model.n_experts=4", "model.experts_per_token=2", "model.d_expert=16"
+    narrow = *experts, "model.capacity_factor=0.5", "model.qk_norm=true"
+    *_, ids = saved_run(tmp_path / "run", *narrow)
+    saved, exported = str(tmp_path / "run" / "checkpoints" / "2"), str(tmp_path / "hf")
+    assert checkpoint_command(["export", saved, exported]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    rows = ids.reshape(-1, ids.shape[-1])[:2]
+    np.save(tmp_path / "ids.npy", rows)
+    words = [str(tmp_path / "run"), str(tmp_path / "ids.npy"), "--out", str(tmp_path / "out.npz")]
+    assert main(words) == 0
+    for row, found in zip(rows, np.load(tmp_path / "out.npz")["logprobs"], strict=True):
+        np.testing.assert_allclose(found, scores_of(theirs, row)[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

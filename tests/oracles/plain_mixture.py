@@ -27,6 +27,11 @@ def losses(params, config, rows):
     return cross_entropy / targets, added / tokens
 
 
+def logits(params, config, inputs):
+    """Return the logits `[L, V]` after each token of a row `[L]`."""
+    return _row(params, config, inputs)[0]
+
+
 @partial(jax.jit, static_argnums=1)  # compiled once for each length
 def _row(params, config, inputs):
     """Return logits `[L, V]`, and the router losses of all layers, a mean over the row's tokens."""

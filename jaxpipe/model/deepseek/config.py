@@ -46,9 +46,9 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
         """Width of a head's values, and of its output."""
         return self.v_head_dim
 
-    def for_inference(self) -> Self:
-        """The same model without the prediction of further tokens."""
-        return replace(super().for_inference(), mtp_depth=0)
+    def for_inference(self, *, dropless: bool = True) -> Self:
+        """The same model without the prediction of further tokens; see `ModelConfig`."""
+        return replace(super().for_inference(dropless=dropless), mtp_depth=0)
 
     @property
     def tokens_ahead(self) -> int:

@@ -44,7 +44,8 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     router_bias: bool = False  # keep such a bias, fixed, if router_bias_rate is 0
     # what the rate multiplies: the sign of an expert's load error, or the error over the mean load
     router_bias_step: Literal["sign", "error"] = "sign"
-    capacity_factor: NotNegative = 0.0  # slots per expert, times the mean load; 0: dropless
+    # slots per expert in training, as a multiple of the mean load; 0: dropless, like evaluations
+    capacity_factor: NotNegative = 0.0
 
     # What families that derive from this one change.
     GATE: ClassVar[str] = "silu"  # gate of MLPs and experts (`jaxpipe.model.gated`)
@@ -54,6 +55,10 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     def resolved(self) -> Self:
         """The same model with the widths of a head and of an expert filled in."""
         return replace(super().resolved(), d_expert=self.expert_width if self.n_experts else 0)
+
+    def for_evaluation(self) -> Self:
+        """The same model without a capacity of experts."""
+        return replace(self, capacity_factor=0.0)
 
     @property
     def expert_width(self) -> int:
