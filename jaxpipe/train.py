@@ -307,7 +307,7 @@ def _data(config: Config, directory: Path) -> "RunData":
                 seed=config.train.seed,
                 directory=directory / "data",
                 variable_length=config.train.variable_length,
-                answers=config.loss_rows if config.reads_pairs else (),
+                answers=tuple(config.loss_rows) if config.reads_pairs else (),
             )
     except OSError as error:
         raise ConfigError(

@@ -21,6 +21,8 @@ Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 DecayRate = Annotated[float, Meta(ge=0, lt=1)]
+Temperature = Annotated[float, Meta(ge=1e-6, le=1e6)]
+LossRow = Annotated[str, Meta(pattern=r"^[A-Za-z_]\w*(\[[1-9]\d{0,5}\])?$")]
 
 
 Model = TypeVar("Model", bound=ModelConfig)
@@ -223,8 +225,12 @@ class TrainConfig(Section, kw_only=True):
     # cross_entropy; dpo: of pairs of answers, see [preference]; or "module:function" of your own,
     # of (log-probabilities [B, L], rows of the batch), as jaxpipe/model/objective.py defines it
     loss: str = "cross_entropy"
-    # float32 arrays [M, B, L] of the batch that a loss of your own reads besides inputs and targets
-    loss_rows: tuple[str, ...] = ()
+    # arrays of the batch that a loss of your own reads besides inputs and targets: "name" is a
+    # float32 [M, B, L], "name[K]" [M, B, L, K]; "choices[K]" are int32 tokens, of which it may read
+    # the log-probabilities
+    loss_rows: tuple[LossRow, ...] = ()
+    # a loss of your own reads the log-probabilities of softmax(logits / loss_temperature)
+    loss_temperature: Temperature = 1.0
     eval_every: Count = 0  # steps between held-out losses; 0: never
     eval_steps: Positive = 8  # batches per held-out loss
     # steps between evaluations of evaluate_tasks; 0: never. Needs lm-eval; costs a forward pass for
@@ -339,9 +345,11 @@ class Config(Section, Generic[Model], kw_only=True):
         return self.train.loss == "dpo"
 
     @property
-    def loss_rows(self) -> tuple[str, ...]:
-        """Names of the batch's float32 arrays, which the loss reads."""
-        return ("reference",) if self.reads_pairs else self.train.loss_rows
+    def loss_rows(self) -> dict[str, tuple[int, ...]]:
+        """The dims after `[M, B, L]` of the batch's arrays that only the loss reads, by name."""
+        given = ("reference",) if self.reads_pairs else self.train.loss_rows
+        parts = (row.rstrip("]").partition("[") for row in given)
+        return {name: (int(width),) if width else () for name, _, width in parts}
 
     def length_of(self, longest: int) -> int:
         """Tokens per row of a step whose longest row has `longest` tokens."""

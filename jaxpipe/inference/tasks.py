@@ -154,6 +154,7 @@ def _evaluating(config: Config, longest: int) -> Config:
         config.train,
         loss="cross_entropy",
         loss_rows=(),
+        loss_temperature=1.0,
         variable_length=True,
         seq_len=-(-longest // multiple) * multiple,
         length_bucket=LENGTH_MULTIPLE * multiple,

@@ -60,7 +60,7 @@ class UncachedModel:
         }
         flat = {name: leaf.reshape(-1, shape[-1]) for name, leaf in batch.items()}
         flat["inputs"][:rows, :length] = tokens_NL
-        flat["targets"][:, length - 1] = 0  # the place whose logits are returned
+        flat["targets"][:rows, length - 1] = 0  # the place whose logits are returned
         flat[REAL][:rows, :length] = 1
         made = self._program(self.loaded.params, trainer.put(batch), self.loaded.variables)
         return np.asarray(made).reshape(-1, made.shape[-1])[:rows]

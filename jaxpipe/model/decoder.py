@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxpipe.contract import Context, LayerKind, LayerOutput, Names, Rounds, StageFunctions
 from jaxpipe.model.attention import CachedKeys, CausalAttention
@@ -19,11 +18,15 @@ from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.dropout import NO_MASKS, Dropout, Masks
 from jaxpipe.model.fp8 import PLAIN, Precision
 from jaxpipe.model.loss import (
+    CHOICES,
     IGNORE,
+    LOGPROBS,
+    ScoreOptions,
     TokenScores,
     chunked_cross_entropy_sum,
     count_valid,
     cross_entropy_sum,
+    gather_shards,
     map_chunks,
     score_targets,
     softcap,
@@ -178,7 +181,7 @@ class CausalDecoder:
             report=lambda aux: {},
         )  # fmt: skip
         if self.objective is not None:
-            functions = self.objective.applied(functions, self.target_logprobs)
+            functions = self.objective.applied(functions, self.token_scores)
         variables = precision.variables(self.config.blocks, len(self.products))
         if not variables:
             return functions
@@ -233,35 +236,33 @@ class CausalDecoder:
         return softcap(x @ head, self.config.logit_cap)
 
     def next_logits(self, embed_head: Tree, x: jax.Array, rows: Tree) -> jax.Array:
-        """Logits `[B, V]` after the one place in each row whose target counts.
+        """Logits `[B, V]` after the one place in each row whose target counts, else any.
 
         An output of the head (`StageFunctions`), of the full vocabulary on every device.
         """
-        here_BL1 = (rows["targets"] != IGNORE)[..., None]
-        x_B1D = jnp.where(here_BL1, x, 0).sum(axis=1, keepdims=True)
-        logits_BV, devices = self.logits(embed_head, x_B1D)[:, 0], self._embed_head_devices
-        if devices.size > 1:
-            batch, own = logits_BV.shape
-            zeros = jnp.zeros((batch, own * devices.size), logits_BV.dtype)
-            begin = (0, devices.index() * own)
-            logits_BV = devices.total(lax.dynamic_update_slice(zeros, logits_BV, begin))
-        return logits_BV[:, : self.config.vocab_size]
+        x, head = nnx.merge(self._embed_head_graph, embed_head).leave(x)
+        here_BL1, devices = (rows["targets"] != IGNORE)[..., None], self._embed_head_devices
+        x_BD = jnp.where(here_BL1, x, 0).sum(axis=1)
+        logits_BV = softcap(x_BD @ head, self.config.logit_cap)
+        return gather_shards(logits_BV, devices)[:, : self.config.vocab_size]
 
-    def token_scores(self, embed_head: Tree, x: jax.Array, rows: Tree) -> TokenScores:
+    def token_scores(
+        self, embed_head: Tree, x: jax.Array, rows: Tree, options: ScoreOptions = LOGPROBS
+    ) -> TokenScores:
         """The scores of the targets, `[B, L]` each: an output of the head (`StageFunctions`)."""
         x, head = nnx.merge(self._embed_head_graph, embed_head).leave(x)
-        devices, size = self._embed_head_devices, self.config.vocab_size
+        config = self.config
+        last = self._embed_head_devices, config.vocab_size, config.logit_cap, options
 
-        def of_chunk(head: jax.Array, x: jax.Array, targets: jax.Array) -> TokenScores:
-            return score_targets(x @ head, targets, devices, size, self.config.logit_cap)
+        def of_chunk(
+            head: jax.Array, x: jax.Array, targets: jax.Array, *choices: jax.Array
+        ) -> TokenScores:
+            return score_targets(x @ head, targets, *last, *choices)
 
         if self.loss_chunks > 1:  # a gradient computes a chunk's logits again
             of_chunk = jax.checkpoint(of_chunk)
-        return map_chunks(partial(of_chunk, head), (x, rows["targets"]), self.loss_chunks)
-
-    def target_logprobs(self, embed_head: Tree, x: jax.Array, rows: Tree) -> jax.Array:
-        """Log-probabilities of the targets, `[B, L]`; 0 at those that are ignored."""
-        return self.token_scores(embed_head, x, rows).logprobs_BL
+        arrays = x, rows["targets"], *(rows[name] for name in (CHOICES,) if name in rows)
+        return map_chunks(partial(of_chunk, head), arrays, self.loss_chunks)
 
     def count(self, rows: Tree) -> jax.Array:
         """Number of tokens that count in the loss."""

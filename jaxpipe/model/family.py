@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import jax
 
     from jaxpipe.contract import StageFunctions
-    from jaxpipe.model.loss import TokenScores
+    from jaxpipe.model.loss import ScoreOptions, TokenScores
 
 Tree = Any
 INT32_MAX = 2**31 - 1  # devices count steps, tokens and sizes in int32
@@ -191,7 +191,9 @@ class Model(Protocol):
     def next_logits(self, embed_head: Tree, x: "jax.Array", rows: Tree) -> "jax.Array":
         """Logits `[B, V]` after the one place in each row whose target counts."""
 
-    def token_scores(self, embed_head: Tree, x: "jax.Array", rows: Tree) -> "TokenScores":
+    def token_scores(
+        self, embed_head: Tree, x: "jax.Array", rows: Tree, options: "ScoreOptions" = ...
+    ) -> "TokenScores":
         """The scores of a microbatch's targets, as `StageFunctions.outputs` returns them."""
 
 

@@ -22,7 +22,7 @@ from jaxpipe.contract import Context, LayerOutput, StageFunctions
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.dropout import Dropout, Masks
 from jaxpipe.model.fp8 import Precision
-from jaxpipe.model.loss import TokenScores
+from jaxpipe.model.loss import LOGPROBS, ScoreOptions, TokenScores
 from jaxpipe.model.parts import PLAIN_DOT, Dot
 from jaxpipe.partition.devices import OneDevice
 from jaxpipe.partition.leaf import TP, ParamSpec
@@ -176,9 +176,11 @@ class LoraDecoder:
         """See `CausalDecoder.next_logits`."""
         return self.base.next_logits(embed_head, x, rows)
 
-    def token_scores(self, embed_head: Tree, x: jax.Array, rows: Tree) -> TokenScores:
+    def token_scores(
+        self, embed_head: Tree, x: jax.Array, rows: Tree, options: ScoreOptions = LOGPROBS
+    ) -> TokenScores:
         """See `CausalDecoder.token_scores`."""
-        return self.base.token_scores(embed_head, x, rows)
+        return self.base.token_scores(embed_head, x, rows, options)
 
     def _specs(self, specs: Tree) -> Tree:
         own = {

@@ -4,6 +4,7 @@ Shapes: B examples, L tokens, V vocabulary (this device's shard of it, where dev
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,7 +49,8 @@ def cross_entropy_sum(
     `vocabulary` is the size of the full vocabulary (None: that of all shards). Logits beyond it are
     padding, which neither counts nor has a gradient. `cap` bounds logits (`softcap`).
     """
-    picked = _pick_targets(logits_BLV, targets_BL, devices, vocabulary, cap)
+    logits_BLV = _without_padding(softcap(_widened(logits_BLV), cap), devices, vocabulary)
+    picked = _pick_targets(logits_BLV, targets_BL, devices)
     loss = jnp.sum(jnp.where(picked.valid_BL, picked.logsumexp_BL - picked.target_BL, 0))
     if not z_loss:
         return loss
@@ -56,31 +58,46 @@ def cross_entropy_sum(
     return jnp.stack([loss, z_loss * jnp.sum(squares_BL)])
 
 
-class TokenScores(NamedTuple):
-    """How likely each target is after the tokens before it.
+CHOICES = "choices"  # batch key of K tokens at each position, whose log-probabilities are wanted
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """What is computed of each position's logits.
 
     Attributes:
-      logprobs_BL: natural logarithm of the target's probability, float32 or wider; 0 at ignored
-        targets.
+      temperature: T of the distribution softmax(logits / T), of which all scores are.
+      entropy: whether to return its entropy.
+      top: number of the most likely tokens to return; 0: none. They have no gradient.
+    """
+
+    temperature: float = 1.0
+    entropy: bool = False
+    top: int = 0
+
+
+LOGPROBS = ScoreOptions()
+
+
+class TokenScores(NamedTuple):
+    """How likely each target is after the tokens before it, and what else was asked for.
+
+    All are 0 at ignored targets, and logarithms are natural, in float32 or wider.
+
+    Attributes:
+      logprobs_BL: logarithm of the target's probability.
       greedy_BL: int32, 1 where no other token is more likely.
+      entropy_BL: entropy of the distribution over the vocabulary, in nats.
+      choice_logprobs_BLK: logarithms of the probabilities of the tokens `choices` of the batch.
+      top_ids_BLK, top_logprobs_BLK: the K most likely tokens, the likeliest first.
     """
 
     logprobs_BL: jax.Array
     greedy_BL: jax.Array
-
-
-def score_targets(
-    logits_BLV: jax.Array,
-    targets_BL: jax.Array,
-    devices: OneDevice = ONE_DEVICE,
-    vocabulary: int | None = None,
-    cap: float = 0.0,
-) -> TokenScores:
-    """Score each target; arguments as those of `cross_entropy_sum`."""
-    picked = _pick_targets(logits_BLV, targets_BL, devices, vocabulary, cap)
-    logprobs_BL = jnp.where(picked.valid_BL, picked.target_BL - picked.logsumexp_BL, 0)
-    greedy_BL = picked.valid_BL & (picked.target_BL >= picked.largest_BL)
-    return TokenScores(logprobs_BL, greedy_BL.astype(jnp.int32))
+    entropy_BL: jax.Array | None = None
+    choice_logprobs_BLK: jax.Array | None = None
+    top_ids_BLK: jax.Array | None = None
+    top_logprobs_BLK: jax.Array | None = None
 
 
 class _Picked(NamedTuple):
@@ -92,15 +109,81 @@ class _Picked(NamedTuple):
     valid_BL: jax.Array  # bool: the target is not ignored
 
 
-def _pick_targets(
+def score_targets(
     logits_BLV: jax.Array,
     targets_BL: jax.Array,
-    devices: OneDevice,
-    vocabulary: int | None,
-    cap: float,
-) -> _Picked:
-    logits_BLV = logits_BLV.astype(jnp.promote_types(logits_BLV.dtype, jnp.float32))
-    logits_BLV = _without_padding(softcap(logits_BLV, cap), devices, vocabulary)
+    devices: OneDevice = ONE_DEVICE,
+    vocabulary: int | None = None,
+    cap: float = 0.0,
+    options: ScoreOptions = LOGPROBS,
+    choices_BLK: jax.Array | None = None,
+) -> TokenScores:
+    """Score each target, and `choices_BLK`; other arguments as those of `cross_entropy_sum`."""
+    logits_BLV = softcap(_widened(logits_BLV), cap)
+    if options.temperature != 1:
+        logits_BLV = logits_BLV / options.temperature
+    logits_BLV = _without_padding(logits_BLV, devices, vocabulary)
+    picked = _pick_targets(logits_BLV, targets_BL, devices)
+    valid_BL, logsumexp_BL = picked.valid_BL, picked.logsumexp_BL
+    valid_BL1, logsumexp_BL1 = valid_BL[..., None], logsumexp_BL[..., None]
+    logprobs_BL = jnp.where(valid_BL, picked.target_BL - logsumexp_BL, 0)
+    greedy_BL = valid_BL & (picked.target_BL >= picked.largest_BL)
+    entropy_BL = chosen_BLK = top_ids_BLK = top_BLK = None
+    if options.entropy:
+        entropy_BL = jnp.where(valid_BL, _entropy(logits_BLV, picked, devices), 0)
+    if choices_BLK is not None:
+        own_BLK, index_BLK = local_entries(choices_BLK, logits_BLV.shape[-1], devices)
+        at_BLK = jnp.take_along_axis(logits_BLV, index_BLK, axis=-1)
+        at_BLK = devices.total(jnp.where(own_BLK, at_BLK, 0))
+        chosen_BLK = jnp.where(valid_BL1, at_BLK - logsumexp_BL1, 0)
+    if options.top:
+        top_BLK, top_ids_BLK = _most_likely(logits_BLV, options.top, devices)
+        top_BLK = jnp.where(valid_BL1, top_BLK - logsumexp_BL1, 0)
+        top_ids_BLK = jnp.where(valid_BL1, top_ids_BLK, 0)
+    greedy_BL = greedy_BL.astype(jnp.int32)
+    return TokenScores(logprobs_BL, greedy_BL, entropy_BL, chosen_BLK, top_ids_BLK, top_BLK)
+
+
+def _entropy(logits_BLV: jax.Array, picked: _Picked, devices: OneDevice) -> jax.Array:
+    """Entropy of softmax(logits), from sums over the vocabulary that all devices use alike."""
+    above_BLV = logits_BLV - picked.largest_BL[..., None]
+    above_BLV = jnp.where(jnp.isfinite(logits_BLV), above_BLV, 0)  # padding: 0 exp(-inf)
+    exponentials_BLV = jnp.exp(logits_BLV - picked.largest_BL[..., None])
+    weighted_BL = devices.total((exponentials_BLV * above_BLV).sum(-1))
+    log_sum_BL = picked.logsumexp_BL - picked.largest_BL
+    return log_sum_BL - weighted_BL * jnp.exp(-log_sum_BL)
+
+
+def gather_shards(values: jax.Array, devices: OneDevice) -> jax.Array:
+    """The shards `[..., X]` of all devices, side by side."""
+    if devices.size == 1:
+        return values
+    width = values.shape[-1]
+    zeros = jnp.zeros((*values.shape[:-1], width * devices.size), values.dtype)
+    begin = devices.index() * width
+    return devices.total(lax.dynamic_update_slice_in_dim(zeros, values, begin, axis=-1))
+
+
+def _most_likely(
+    logits_BLV: jax.Array, count: int, devices: OneDevice
+) -> tuple[jax.Array, jax.Array]:
+    """The `count` largest logits over the devices' shards, and their tokens, without a gradient."""
+    logits_BLV = lax.stop_gradient(logits_BLV)
+    own = logits_BLV.shape[-1]
+    some_BLK, ids_BLK = lax.top_k(logits_BLV, min(count, own))
+    if devices.size == 1:
+        return some_BLK, ids_BLK
+    all_BLK = gather_shards(some_BLK, devices)
+    all_ids_BLK = gather_shards(ids_BLK + devices.index() * own, devices)
+    most_BLK, where_BLK = lax.top_k(all_BLK, count)
+    return most_BLK, jnp.take_along_axis(all_ids_BLK, where_BLK, axis=-1)
+
+
+def _widened(logits_BLV: jax.Array) -> jax.Array:
+    return logits_BLV.astype(_to_float32(logits_BLV))
+
+
+def _pick_targets(logits_BLV: jax.Array, targets_BL: jax.Array, devices: OneDevice) -> _Picked:
     valid_BL = targets_BL != IGNORE
     own_BL, index_BL = local_entries(
         jnp.where(valid_BL, targets_BL, 0), logits_BLV.shape[-1], devices

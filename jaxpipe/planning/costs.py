@@ -170,6 +170,7 @@ def essentials(config: Config) -> Config:
             loss_chunks=train.loss_chunks,
             loss=train.loss,
             loss_rows=train.loss_rows,
+            loss_temperature=train.loss_temperature,
             variable_length=config.marks_padding,
         ),
     )

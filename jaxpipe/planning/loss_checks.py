@@ -2,6 +2,10 @@
 
 from jaxpipe.config import Config, ConfigError, is_custom
 
+_OF_BATCHES = (
+    "inputs", "targets", "positions", "segments", "slice", "samples", "real", "routes",
+)  # fmt: skip
+
 
 def _check_loss(config: Config) -> None:
     """Raise `ConfigError` if there is no such loss, or its rows are read by none.
@@ -9,7 +13,9 @@ def _check_loss(config: Config) -> None:
     `train.loss` must be `cross_entropy`, `dpo`, or `module:function` with a function of `(logprobs,
     rows)` as `jaxpipe/model/objective.py` defines it.
 
-    `train.loss_rows` needs a `train.loss` of your own.
+    `train.loss_rows` and `train.loss_temperature` other than 1 need a `train.loss` of your own.
+
+    `train.loss_rows` has no name twice, and none that batches have of themselves.
     """
     train, loss = config.train, config.train.loss
     if loss not in ("cross_entropy", "dpo") and not is_custom(loss):
@@ -22,6 +28,20 @@ def _check_loss(config: Config) -> None:
             f"train.loss_rows={list(train.loss_rows)} are read by a loss of your own, but "
             f"train.loss={loss!r}: name it as 'module:function', or leave loss_rows out."
         )
+    if train.loss_temperature != 1 and not is_custom(loss):
+        raise ConfigError(
+            f"train.loss_temperature={train.loss_temperature} divides the logits for a loss of "
+            f"your own, but train.loss={loss!r}: set it to 1, or name a 'module:function'."
+        )
+    for row, name in zip(train.loss_rows, names := [row.split("[")[0] for row in train.loss_rows]):
+        if name in _OF_BATCHES or names.count(name) > 1:
+            why = "is twice" if name not in _OF_BATCHES else "is a name that batches have already"
+            raise ConfigError(f"train.loss_rows has {row!r}, which {why}: rename it.")
+        if name == "choices" and row == name:
+            raise ConfigError(
+                "train.loss_rows has 'choices', the tokens at each position whose "
+                "log-probabilities a loss reads: say how many, as 'choices[8]'."
+            )
 
 
 def _check_function(config: Config) -> None:

@@ -20,11 +20,11 @@ def objective_of(config: Config) -> Objective | None:
         function = load_function("train.loss", train.loss, "logprobs, rows")
     shape = (train.microbatch_size, train.seq_len)
     try:
-        objective = Objective.trace(function, config.loss_rows, shape)
+        objective = Objective.trace(function, config.loss_rows, shape, train.loss_temperature)
     except Exception as error:  # a function of the user may raise anything
         raise ConfigError(
             f"train.loss={train.loss!r} is no loss of (logprobs, rows) with train.loss_rows="
-            f"{list(config.loss_rows)}: {first_line(error)}; see jaxpipe/model/objective.py."
+            f"{list(train.loss_rows)}: {first_line(error)}; see jaxpipe/model/objective.py."
         ) from error
     if LOSS in objective.metrics:
         raise ConfigError(f"train.loss={train.loss!r} has a metric {LOSS!r}: rename it.")

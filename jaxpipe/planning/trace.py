@@ -16,6 +16,7 @@ from jaxpipe.contract import Context, StageFunctions
 from jaxpipe.model import cudnn, grouped_fp8
 from jaxpipe.model.ahead import ahead_keys
 from jaxpipe.model.fused import replace_kernels
+from jaxpipe.model.loss import CHOICES
 from jaxpipe.model.moe.balance import REAL
 from jaxpipe.parallel import DP, EP, PP, RP, TP, ZERO_AXES
 from jaxpipe.parallel.flags import is_trained, merge, select
@@ -296,7 +297,9 @@ def rows_of(config: Config, functions: StageFunctions) -> Tree:
     if "segments" in reads:
         rows |= {"segments": ids, "positions": ids}
     rows |= dict.fromkeys(ahead_keys(config.model.tokens_ahead), ids)
-    rows |= dict.fromkeys(config.loss_rows, jax.ShapeDtypeStruct(ids.shape, jnp.float32))
+    for name, dims in config.loss_rows.items():
+        dtype = jnp.int32 if name == CHOICES else jnp.float32
+        rows[name] = jax.ShapeDtypeStruct((*ids.shape, *dims), dtype)
     if functions.has_slices:
         rows["slice"] = jax.ShapeDtypeStruct((train.microbatch_size,), jnp.int32)
     return rows

@@ -1,6 +1,7 @@
 """Transfer of host batches to the devices: which rows a process reads, and their sharding."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.data.balance import RowBalance
 from jaxpipe.model.ahead import ahead_keys, rows_ahead
-from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.moe.balance import REAL
 from jaxpipe.parallel import batch_spec, shard_batch
+from jaxpipe.training.batch_checks import SAMPLES, check_batch, dtype_of
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,17 @@ class BatchSharder:
     Attributes:
       config: the run's configuration.
       mesh: the mesh to put batches on.
-      numbered: whether training batches contain the numbers of their samples, `samples`.
+      keys: names of the arrays that the model reads (`StageFunctions.batch_keys`); None: any.
     """
 
     config: Config
     mesh: Mesh
-    numbered: bool
+    keys: tuple[str, ...] | None = None
+
+    @property
+    def numbered(self) -> bool:
+        """Whether training batches contain the numbers of their samples, `samples`."""
+        return SAMPLES in (self.keys or ())
 
     @property
     def sharding(self) -> NamedSharding:
@@ -42,7 +48,7 @@ class BatchSharder:
         packed = ("segments", "positions") if self.config.data.documents else ()
         real = (REAL,) if self.config.marks_padding else ()
         ahead = ahead_keys(self.config.model.tokens_ahead)
-        numbers = ("samples",) if self.numbered else ()
+        numbers = (SAMPLES,) if self.numbered else ()
         return ("inputs", "targets", *packed, *real, *ahead, *numbers, *self.config.loss_rows)
 
     def rows(self, process: int | None = None) -> slice:
@@ -74,48 +80,60 @@ class BatchSharder:
 
         `trains` False: of a batch for `eval_step`, which has no sample numbers.
         """
+        names = [name for name in self.leaves if trains or name != SAMPLES]
         shape = (*self.config.batch_shape.values(), length)
-        ids, floats = (np.broadcast_to(zero, shape) for zero in (np.int32(0), np.float32(0)))
-        names = [name for name in self.leaves if trains or name != "samples"]
-        rows = {name: floats if name in self.config.loss_rows else ids for name in names}
+        rows = {name: _zeros(self.config, name, shape) for name in names}
         return {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding)
             for name, leaf in jax.eval_shape(self.shard, rows).items()
         }
 
-    def put(self, batch: dict[str, Any], position: int | None = None) -> dict[str, jax.Array]:
+    def put(self, batch: Mapping[str, Any], position: int | None = None) -> dict[str, jax.Array]:
         """Put a host batch on the devices.
 
         Args:
-          batch: arrays `[M, B, L]` by name, of the full batch or of this process's rows.
-          position: number in the run of the first sample; None: for `eval_step`, without numbers.
+          batch: arrays `[M, B, L]` by name, of the full batch or of this process's rows
+            (`check_batch`).
+          position: number in the run of the first sample, by which dropout draws its masks; None:
+            `samples` of the batch, or no numbers, for a model without dropout and for `eval_step`.
 
         Raises:
-          ConfigError: a token is outside the vocabulary, rows should be packed but are not,
-            documents of packed rows are not as the model needs them, or rows have padding that
-            experts could not tell.
+          ConfigError: an array is not as the configuration and the model need it.
         """
-        _check_ids(batch, self.config.model.vocab_size)
-        _check_documents(batch, self.config.data.documents)
-        batch = self._with_known_padding(batch)
+        rows, size = self.rows(), self.config.batch_shape["batch_size"]
+        batch = check_batch(batch, self.config, self.keys, rows.stop - rows.start)
+        if self.keys is not None and REAL not in self.keys:
+            batch.pop(REAL, None)  # without experts nothing reads what it marks
         batch |= rows_ahead(batch, self.config.model.tokens_ahead)
         microbatches, own, length = batch["inputs"].shape
-        size = self.config.batch_shape["batch_size"]
-        first = 0 if own == size else self.rows().start
+        first = 0 if own == size else rows.start
+        if position is not None and SAMPLES in batch:
+            raise ConfigError(
+                f"the batch has {SAMPLES}, and position={position} numbers them too: give one."
+            )
         if position is not None and self.numbered:
             numbers = position + np.arange(microbatches)[:, None] * size + first + np.arange(own)
             numbers = (numbers % 2**31).astype(np.int32)[..., None]
-            batch = batch | {"samples": np.broadcast_to(numbers, (microbatches, own, length))}
+            batch[SAMPLES] = np.broadcast_to(numbers, (microbatches, own, length))
         return {name: self._placed(leaf, own, first) for name, leaf in self.shard(batch).items()}
 
-    def _with_known_padding(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch with `real` (1 at tokens, 0 at padding) only if experts need it."""
-        if REAL in self.leaves and REAL not in batch:
+    def check_numbered(self, batch: Mapping[str, Any], *, trains: bool) -> None:
+        """Raise `ConfigError` where a step has no sample numbers to drop by, or an evaluation has.
+
+        `trains` says which of the two the batch is for.
+        """
+        if trains and self.numbered and SAMPLES not in batch:
             raise ConfigError(
-                f"rows of train.variable_length may end in padding, which no expert takes, but the "
-                f"batch has only {', '.join(batch)}: give `real`, 1 at tokens and 0 at padding."
+                f"dropout draws its masks by the numbers of samples, but the batch has only "
+                f"{', '.join(batch)}: give the number of its first sample in the run as "
+                f"trainer.put(batch, position), such as step * trainer.samples_per_step, or "
+                f"`{SAMPLES}` [M, B, L] in the batch."
             )
-        return {name: leaf for name, leaf in batch.items() if name != REAL or name in self.leaves}
+        if not trains and SAMPLES in batch:
+            raise ConfigError(
+                f"an evaluation drops nothing, but the batch has {SAMPLES}, by which dropout draws "
+                f"its masks: leave them out, and put the batch without a position."
+            )
 
     def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Split arrays `[M, B, L]` into sequence slices and order them by sequence shard."""
@@ -155,7 +173,7 @@ def random_batch(config: Config) -> dict[str, np.ndarray]:
     shape = (*sizes, length + 1)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
     batch = {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
-    batch |= dict.fromkeys(config.loss_rows, np.zeros((*sizes, length), np.float32))
+    batch |= {name: _zeros(config, name, (*sizes, length)) for name in config.loss_rows}
     if config.marks_padding:
         batch[REAL] = np.ones_like(batch["inputs"])
     if not config.data.documents:
@@ -164,46 +182,7 @@ def random_batch(config: Config) -> dict[str, np.ndarray]:
     return batch | {"segments": np.zeros_like(positions), "positions": positions}
 
 
-def _check_ids(batch: dict[str, np.ndarray], vocab_size: int) -> None:
-    """Check that tokens are in the vocabulary; a target may be `IGNORE`."""
-    for name, least in (("inputs", 0), ("targets", IGNORE)):
-        ids = batch[name]
-        wrong = (ids >= vocab_size) | ((ids < 0) & (ids != least))
-        if wrong.any():
-            place = tuple(map(int, np.argwhere(wrong)[0]))
-            ignored = f", or {IGNORE} where a target is left out" if least else ""
-            raise ConfigError(
-                f"{name} {place} of the batch is {ids[place]}: tokens are 0 to {vocab_size - 1} "
-                f"with model.vocab_size={vocab_size}{ignored}."
-            )
-
-
-def _check_documents(batch: dict[str, np.ndarray], most: int) -> None:
-    """Check that documents are contiguous, at most `most` per row, with positions that count up.
-
-    Attention kernels rely on it and would mix documents silently. Positions of padding are free.
-    """
-    if not most:
-        return
-    if not {"segments", "positions"} <= batch.keys():
-        raise ConfigError(
-            f"rows are to be packed, but the batch has only {', '.join(batch)}: give `segments` "
-            f"and `positions`, or set data.packing=none."
-        )
-    segments, positions = batch["segments"], batch["positions"]
-    if (held := int(segments.max()) + 1) > most:
-        raise ConfigError(
-            f"a row holds {held} documents, but data.max_documents={most}: raise it, or pack fewer."
-        )
-    order = np.where(segments < 0, most, segments)
-    begins, goes_on = (np.diff(order, prepend=-1) == step for step in (1, 0))
-    counted = np.diff(positions, prepend=0) == 1
-    wrong = (order < most) & ~np.where(begins, positions == 0, goes_on & counted)
-    if wrong.any():
-        place = tuple(map(int, np.argwhere(wrong)[0]))
-        raise ConfigError(
-            f"token {place} of the batch is of document {segments[place]} at position "
-            f"{positions[place]}, which does not follow from the token before it: documents of a "
-            f"row are 0, 1, ... and contiguous, positions count from 0 in each, -1 is padding at "
-            f"the end."
-        )
+def _zeros(config: Config, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Zeros of an array of a batch `[M, B, L]`, which take no memory."""
+    dims = (*shape, *config.loss_rows.get(name, ()))
+    return np.broadcast_to(dtype_of(name, config).type(0), dims)

@@ -99,6 +99,7 @@ class FusedSteps:
         return bool(jax.vmap(self._accepts)(*of_steps)[:-1].all())
 
     def _overlapping(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
+        self.trainer.sharder.check_numbered(batch, trains=True)
         length, overlap = self.trainer.schedule.microbatches, jax.jit(self._overlap)
 
         def after(loop: tuple[jax.Array, State, Tree]) -> tuple[jax.Array, State, Tree]:

@@ -1,8 +1,9 @@
 """Forward-only passes over a host batch, on the mesh of a trainer: scores, and experts' choices."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -10,8 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpipe.config import ConfigError
 from jaxpipe.model.lora import with_fields
-from jaxpipe.model.loss import TokenScores
+from jaxpipe.model.loss import CHOICES, ScoreOptions, TokenScores
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.pipeline.reference import StepOutput
 from jaxpipe.runtime import position
@@ -29,14 +31,35 @@ class BatchScores:
     are those of its loss. `Trainer.evaluation` has the same model without drops.
 
     A batch has arrays `[M, B, L]`: `inputs`, `targets` and what else the model's layers read. Rows
-    of the loss are ignored. Parameters are stage-stacked, as in `State.params`.
+    of the loss are ignored, but for `choices [M, B, L, K]`, tokens whose log-probabilities are
+    returned, too. Parameters are stage-stacked, as in `State.params`. Experts with a capacity drop
+    the tokens that a step on the batch drops; dropout drops nothing.
+
+    Attributes:
+      trainer: of the model.
+      temperature: T of the distribution softmax(logits / T), of which all scores are; None:
+        `train.loss_temperature`, as for the loss.
+      entropy: whether to return entropies.
+      top: number of most likely tokens to return at each position; 0: none.
+
+    Raises `ConfigError` where a value is none of these.
     """
 
     trainer: Trainer
+    temperature: float | None = None
+    entropy: bool = False
+    top: int = 0
+
+    def __post_init__(self) -> None:
+        size, temperature = self.trainer.config.model.vocab_size, self._options.temperature
+        if not 0 <= self.top <= size:
+            raise ConfigError(f"top={self.top}: give 0 to model.vocab_size={size} tokens.")
+        if not 0 < temperature < math.inf:
+            raise ConfigError(f"temperature={temperature}: give a number above 0.")
 
     def __call__(self, params: Tree, batch: Batch, variables: Tree = None) -> TokenScores:
         """Score a host batch: host arrays of its shape, in its order."""
-        return self._run(self._scoring, params, batch, variables)
+        return self._run(self._scoring, params, batch, variables, (CHOICES,))
 
     def record_routes(
         self, params: Tree, batch: Batch, variables: Tree = None
@@ -47,18 +70,34 @@ class BatchScores:
         """
         return {**batch, **self._run(self._recording, params, batch, variables)}
 
-    def _run(self, program: Any, params: Tree, batch: Batch, variables: Tree) -> Tree:
+    @property
+    def _options(self) -> ScoreOptions:
+        default = self.trainer.config.train.loss_temperature
+        temperature = default if self.temperature is None else self.temperature
+        return ScoreOptions(temperature, self.entropy, self.top)
+
+    def _run(
+        self, program: Any, params: Tree, batch: Batch, variables: Tree, also: tuple[str, ...] = ()
+    ) -> Tree:
+        """Run a program on a batch without the rows of the loss, but for those of `also`."""
         position.enter("score")
-        shape, sharder = batch["inputs"].shape, self.trainer.sharder
-        unread = self.trainer.config.loss_rows
+        shape, sharder = np.shape(batch["inputs"]), self.trainer.sharder
+        unread = {CHOICES, *self.trainer.config.loss_rows}.difference(also)
         rows = {name: leaf for name, leaf in batch.items() if name not in unread}
-        outputs = program(params, self.trainer.put(rows), variables)
+        sharder.check_numbered(rows, trains=False)
+        if sharder.keys is not None:
+            sharder = replace(sharder, keys=(*sharder.keys, *also))
+        outputs = program(params, sharder.put(rows), variables)
         return jax.tree.map(lambda values: sharder.restore(np.asarray(values), shape), outputs)
 
     @cached_property
     def _scoring(self) -> Any:
         model = with_fields(self.trainer.model, objective=None)
-        functions = replace(model.functions, outputs=model.token_scores)
+        outputs, keys = (
+            partial(model.token_scores, options=self._options),
+            model.functions.batch_keys,
+        )
+        functions = replace(model.functions, outputs=outputs, batch_keys=(*keys, CHOICES))
         return outputs_program(self.trainer, replace(self.trainer.pipeline, functions=functions))
 
     @cached_property

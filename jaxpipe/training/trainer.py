@@ -241,6 +241,7 @@ class Trainer:
         self, state: State, batch: Tree
     ) -> tuple[State, dict[str, jax.Array], StepOutput]:
         """What `step` returns, and the outputs of the pipeline, with the unclipped gradients."""
+        self.sharder.check_numbered(batch, trains=True)
         outputs = self.pipeline.step(state.params, batch, state.variables, state.guard.loss_scale)
         return *self.after(state, outputs), outputs
 
@@ -316,6 +317,7 @@ class Trainer:
         evaluated = self if self.config.loss_rows else self.evaluation
 
         def loss(state: State, batch: Tree) -> tuple[jax.Array, jax.Array]:
+            self.sharder.check_numbered(batch, trains=False)
             outputs = evaluated.pipeline.forward(self.averaged(state), batch, state.variables)
             return self.first_loss(outputs.losses), outputs.counts
 
@@ -328,9 +330,7 @@ class Trainer:
     @cached_property
     def sharder(self) -> BatchSharder:
         """Shards host batches over the mesh."""
-        return BatchSharder(
-            self.config, self.mesh, "samples" in (self.model.functions.batch_keys or ())
-        )
+        return BatchSharder(self.config, self.mesh, self.model.functions.batch_keys)
 
     def put(self, batch: dict[str, Any], position: int | None = None) -> dict[str, jax.Array]:
         """Put a host batch on the devices by `BatchSharder.put`."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxpipe.config import Config
 from jaxpipe.model.family import Model
-from jaxpipe.model.loss import IGNORE
+from jaxpipe.model.loss import CHOICES, IGNORE
 from jaxpipe.model.moe.balance import REAL
 
 Tree = Any
@@ -58,7 +58,14 @@ def batch_of(config: Config, step: int) -> Batch:
     ignored[..., 1] = False  # every row has a target
     targets[ignored] = IGNORE
     batch = {"inputs": inputs, "targets": targets}
-    batch |= {name: rng.standard_normal(targets.shape) for name in config.loss_rows}
+    for name, dims in config.loss_rows.items():
+        shape = (*targets.shape, *dims)
+        ids = name == CHOICES
+        batch[name] = (
+            rng.integers(0, config.model.vocab_size, shape, np.int32)
+            if ids
+            else rng.standard_normal(shape)
+        )
     if not config.pads:
         return batch
     held = rng.integers(longest // 2, longest, sizes)

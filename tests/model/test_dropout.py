@@ -15,6 +15,9 @@ from jaxpipe.config import ConfigError
 from jaxpipe.model.dropout import Dropout, Masks
 from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.planning.checks import check_settings
+from jaxpipe.training.batch_sharder import random_batch
+from jaxpipe.training.fused import FusedSteps
+from jaxpipe.training.scores import BatchScores
 from jaxpipe.training.trainer import Trainer
 
 
@@ -141,3 +144,22 @@ def test_all_cannot_be_dropped():
 def test_models_without_dropout_need_no_numbers():
     assert "samples" not in problem("grouped", jnp.float32)[0].functions.batch_keys
     assert MODELS["grouped"].dropout == 0
+
+
+@pytest.mark.parametrize("rate", ["model.dropout=0.1", "model.attention_dropout=0.1",
+                                  "lora.rank=2 lora.dropout=0.1"])  # fmt: skip
+@pytest.mark.parametrize("fused", [1, 2])
+def test_steps_with_dropout_need_the_numbers_of_samples(rate, fused):
+    """And an evaluation, or scores, have none."""
+    config = configs.load(SMALL, [*rate.split(), f"train.fused_steps={fused}", "parallel.pp=2"])
+    trainer = Trainer.resolve(config, jax.devices()[: config.parallel.devices])
+    numbered, plain = (trainer.put(random_batch(config), *at) for at in ((0,), ()))
+    steps = trainer.train_step if fused == 1 else FusedSteps(trainer).train_steps
+    with pytest.raises(ConfigError, match="has only inputs, targets: give the number of its first"):
+        steps.lower(trainer.state_shapes, plain)
+    with pytest.raises(ConfigError, match="an evaluation drops nothing, but the batch has samples"):
+        trainer.eval_step.lower(trainer.state_shapes, numbered)
+    batch = random_batch(config) | {"samples": np.asarray(numbered["samples"])}
+    with pytest.raises(ConfigError, match="an evaluation drops nothing, but the batch has samples"):
+        BatchScores(trainer)(trainer.state_shapes.params, batch)
+    np.testing.assert_array_equal(trainer.put(batch)["samples"], numbered["samples"])

@@ -134,6 +134,70 @@ def test_routes_are_recorded_in_the_order_of_the_batch():
     np.testing.assert_array_equal(differs, np.arange(4) == 1)  # of the row that changed, alone
 
 
+DISTILL = """
+import jax.numpy as jnp
+
+def loss(logprobs, rows, *, entropy, choice_logprobs):
+    gap = jnp.exp(rows["teacher"]) * (rows["teacher"] - choice_logprobs)
+    total = (gap.sum(-1) - 0.1 * entropy - rows["gain"] * logprobs).sum()
+    return total, jnp.sum(rows["targets"] != -100), {"entropy": entropy.sum()}
+"""
+CHOICES = 'train.loss_rows=["gain", "choices[3]", "teacher[3]"]'
+MESHES = {
+    "vocabulary over all": ("parallel.dp=1", "parallel.tp=2", "parallel.vocab_parallel_pp=true"),
+    "chunks": ("parallel.tp=1", "train.loss_chunks=4", "parallel.zero_stage=2"),
+}
+
+
+@pytest.mark.extended
+@pytest.mark.slow(unless=["chunks*"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_entropy_and_chosen_tokens_at_a_temperature_equal_one_device(module, mesh):
+    """In float64: loss, metrics and gradients of a step."""
+    with jax.enable_x64(True):
+        config = module(DISTILL, CHOICES, "train.loss_temperature=0.7", *MESHES[mesh])
+        steps = Verification(config, say=lambda text: None)
+        batch = steps.batches[0]
+        assert batch["choices"].shape == (*batch["inputs"].shape, 3)
+        _, got = steps.trainer.observe(steps.begin, steps.trainer.put(batch))
+        _, want = steps.reference.observe(steps.reference.init(), batch, 0)
+        assert max(one.error for one in compare(got, want)) < 1e-12
+
+
+@pytest.mark.extended
+def test_scores_of_a_batch_are_what_a_loss_reads(module):
+    """At its temperature, and the most likely tokens are those that `choices` scores."""
+    config = module(DISTILL, CHOICES, "train.loss_temperature=0.7", "optimizer.lr=1e-9")
+    trainer = Trainer.resolve(config, jax.devices()[:4])
+    state, batch = trainer.init(), random_batch(config)
+    params, counts = state.params, batch["targets"].size
+    scores = BatchScores(trainer, entropy=True, top=3)(params, batch)
+    batch |= {"choices": scores.top_ids_BLK, "teacher": scores.top_logprobs_BLK}
+    again = BatchScores(trainer)(params, batch)
+    np.testing.assert_allclose(again.logprobs_BL, scores.logprobs_BL, rtol=1e-6)
+    np.testing.assert_allclose(again.choice_logprobs_BLK, scores.top_logprobs_BLK, rtol=1e-6)
+    assert (np.diff(scores.top_logprobs_BLK, axis=-1) <= 0).all()
+    plain = BatchScores(trainer, temperature=1.0)(params, batch)
+    assert abs(plain.logprobs_BL - scores.logprobs_BL).max() > 1e-3
+    _, metrics = trainer.train_step(state, trainer.put(batch))  # the teacher is the model itself
+    np.testing.assert_allclose(metrics["entropy"], scores.entropy_BL.sum() / counts, rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], -0.1 * metrics["entropy"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"temperature": 0.0}, "temperature=0.0: give a number above 0"),
+        ({"temperature": float("nan")}, "temperature=nan: give a number"),
+        ({"top": 257}, "top=257: give 0 to model.vocab_size=256"),
+    ],
+)
+def test_scores_that_do_not_exist_are_refused(options, sentence):
+    trainer = Trainer.resolve(load("configs/quickstart.toml", []), jax.devices()[:4])
+    with pytest.raises(ConfigError, match=sentence):
+        BatchScores(trainer, **options)
+
+
 MEAN = "import jax.numpy as jnp\ndef loss(logprobs, rows):\n    "
 
 
@@ -146,6 +210,18 @@ MEAN = "import jax.numpy as jnp\ndef loss(logprobs, rows):\n    "
         (MEAN + "return -logprobs.sum() * rows['gain'].sum(), 1", (), "'gain'"),
         (MEAN + "return -logprobs.sum(), 1, {'loss': 1.0}", (), "has a metric 'loss'"),
         ("loss = 1", (), "has no function 'loss'"),
+        (MEAN.replace("rows", "rows, kl") + "return kl.sum(), 1", (), "an argument 'kl': after"),
+        (DISTILL, (), "reads choice_logprobs: add 'choices.K.' to train.loss_rows"),
+        (DISTILL.replace("1, {", "entropy.sum(), {").replace("jnp.sum(rows[\"targets\"] != -100)",
+         "entropy.sum()"), (CHOICES,), "its count depends on the"),
+        (MODULE, (ROWS, "train.loss_temperature=0"), "train.loss_temperature"),
+        (MODULE, (ROWS, "train.loss_temperature=inf"), "train.loss_temperature"),
+        (MODULE, ('train.loss_rows=["a[b]"]',), "train.loss_rows"),
+        (MODULE, ('train.loss_rows=["a", "a[2]"]',), "'a', which is twice: rename it"),
+        (MODULE, ('train.loss_rows=["routes"]',), "'routes', which is a name that batches have"),
+        (MODULE, ('train.loss_rows=["choices"]',), "say how many, as 'choices.8.'"),
+        ("", ("train.loss=cross_entropy", "train.loss_temperature=2"), "divides the logits for a"),
+        ("", ("train.loss=dpo", "train.loss_temperature=2"), "divides the logits for a loss of yo"),
         (MODULE, ("parallel.cp=2",), "excludes parallel.cp=2"),
         (MODULE, ("preference.beta=0.2",), "is read only with train.loss='dpo'"),
         ("", ("train.loss=ppo",), "is no loss: choose cross_entropy, dpo"),
