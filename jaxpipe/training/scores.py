@@ -32,8 +32,7 @@ class BatchScores:
 
     A batch has arrays `[M, B, L]`: `inputs`, `targets` and what else the model's layers read. Rows
     of the loss are ignored, but for `choices [M, B, L, K]`, tokens whose log-probabilities are
-    returned, too. Parameters are stage-stacked, as in `State.params`. Experts with a capacity drop
-    the tokens that a step on the batch drops; dropout drops nothing.
+    returned, too. Parameters are stage-stacked, as in `State.params`. Dropout drops nothing.
 
     Attributes:
       trainer: of the model.
