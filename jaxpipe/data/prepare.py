@@ -52,7 +52,7 @@ from jaxpipe.data.workers import Report, run_workers
 from jaxpipe.data.writing import DocumentBatch, replace_atomically, sync_folder, write_shard
 
 _BATCH = 1 << 18  # characters tokenised per call
-_FORM = 2  # version of the output; increase it if the same text gives other ids or another mask
+_FORM = 3  # version of the output; increase it if the same text gives other ids or another mask
 
 
 class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +90,7 @@ def prepare(
     if left_out:
         _print_sentence(
             console,
-            f"left out beside JSON and Parquet: {_join_files(left_out)}; name those to read",
+            f"left out beside files of records: {_join_files(left_out)}; name those to read",
         )
     pieces = divide_files(files, options.piece_size)
     eod, bos = (named or "none" * options.chat for named in (options.eod, options.bos))

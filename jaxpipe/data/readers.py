@@ -1,14 +1,15 @@
-"""Read documents from text, JSON and Parquet files, which may be compressed.
+"""Read documents from text, JSON, CSV, Parquet and Arrow files.
 
 A text file is one document. So is a line of a `.jsonl` file, an element of a `.json` file that is
-one array, or a row of a `.parquet` file; `records` defines the fields of a record.
+one array, or a row of a `.csv`, `.tsv`, `.parquet` or `.arrow` file; `records` defines the fields
+of a record. Text, JSON and CSV may be compressed.
 """
 
 import codecs
-import gzip
+import csv
 import json
 import re
-import zlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,35 +20,51 @@ from typing import Any
 import msgspec
 
 from jaxpipe.config import ConfigError, first_line
-from jaxpipe.data.optional import import_optional
-from jaxpipe.data.records import HARMLESS, MESSAGES, Passages, RecordConverter
+from jaxpipe.data.input_files import (
+    FilePart,
+    Item,
+    check_is_text,
+    describe_binary,
+    is_compressed,
+    read_chunks,
+    unpacked_suffix,
+    whole_file,
+)
+from jaxpipe.data.records import Passages, RecordConverter
+from jaxpipe.data.rows import (
+    divide_arrow,
+    divide_parquet,
+    locate_arrow_row,
+    locate_parquet_row,
+    read_arrow,
+    read_parquet,
+)
 
-_KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "lines", ".parquet": "rows"}
-_CHUNK = 1 << 20  # bytes read at a time
-_ROWS = 256  # Parquet rows read at a time
 _NOT_JSON = re.compile(rb"NaN|Infinity")  # Python writes these values, but JSON has none of them
 
 
-class FilePart(msgspec.Struct, frozen=True):
-    """A range of an input file: bytes of plain lines, row groups of Parquet, else the full file."""
+@dataclass(frozen=True)
+class FileFormat:
+    """How a file is read.
 
-    path: str
-    begin: int
-    end: int  # exclusive
-    size: int  # bytes on disk
+    Attributes:
+      divide: yields the parts of a file, of about a number of bytes if it can be divided.
+      read: yields the records of a part.
+      locate: describes the place of a record, by its number in its part; None: the file is one
+        document.
+    """
+
+    divide: Callable[[Path, int], Iterator[FilePart]]
+    read: Callable[[FilePart, RecordConverter], Iterator[Item]]
+    locate: Callable[[FilePart, int], str] | None
 
 
-def file_kind(path: Path) -> str:
-    """Return the format of a file: `lines`, `elements` or `rows`, or `text`, one document."""
-    suffix = (path.with_suffix("") if is_compressed(path) else path).suffix.lower()
+def find_format(path: Path) -> FileFormat:
+    """Return the format of a file; one of no known suffix is text, one document."""
+    suffix = unpacked_suffix(path)
     if suffix == ".json" and _begins_with_bracket(path):
-        return "elements"
-    return _KINDS.get(suffix, "text")
-
-
-def is_compressed(path: Path) -> bool:
-    """Whether a file is compressed, so that it can only be read from its start."""
-    return path.suffix.lower() in (".gz", ".zst")
+        return _ELEMENTS
+    return _FORMATS.get(suffix, _TEXT)
 
 
 @dataclass
@@ -65,27 +82,25 @@ class DocumentReader:
         Raises `ConfigError` with file and line for a document that cannot be read, unless
         `skip_bad` is set.
         """
-        read = {"lines": _read_lines, "elements": _read_elements, "text": _read_text}
-        read["rows"] = partial(_read_rows, self.records)
-        for number, (load, size) in enumerate(read[file_kind(Path(part.path))](part)):
+        form = find_format(Path(part.path))
+        for number, (load, size) in enumerate(form.read(part, self.records)):
             try:
                 yield from self.records.documents(load())
             except ConfigError as error:
-                raise ConfigError(f"{_describe_place(part, number)} {error}") from error
+                raise ConfigError(f"{_describe_place(form, part, number)} {error}") from error
             except (ValueError, RecursionError, msgspec.DecodeError) as error:
                 if not self.skip_bad:
                     reason = (
                         "it is nested too deeply" if isinstance(error, RecursionError) else error
                     )
+                    remedy = "correct it, or give --field, --ignore or --skip-bad-lines"
+                    if form.locate is None:
+                        remedy = "convert it to text, or take it out of the inputs"
                     raise ConfigError(
-                        f"{_describe_place(part, number)} is no document: {reason}; correct it, or "
-                        f"give --field, --ignore or --skip-bad-lines."
+                        f"{_describe_place(form, part, number)} is no document: {reason}; {remedy}."
                     ) from error
                 self.bad += 1
             self.advance(size)
-
-
-Item = tuple[Callable[[], Any], int]  # a function that parses a record, and its bytes on disk
 
 
 def _parse_json(line: bytes) -> Any:
@@ -100,17 +115,38 @@ def _parse_json(line: bytes) -> Any:
         return record
 
 
-def _read_text(part: FilePart) -> Iterator[Item]:
-    content = b"".join(chunk for chunk, _ in _decompress(Path(part.path)))
-    yield partial(str, content, "utf-8-sig"), part.size
+def _read_text(part: FilePart, _: RecordConverter) -> Iterator[Item]:
+    content = b"".join(chunk for chunk, _ in read_chunks(Path(part.path)))
+    yield partial(_decode_text, Path(part.path), content), part.size
 
 
-def _read_lines(part: FilePart) -> Iterator[Item]:
+def _decode_text(path: Path, content: bytes) -> str:
+    if name := describe_binary(path, content) or ("binary data" if b"\0" in content else ""):
+        raise ValueError(f"it is {name}")
+    return str(content, "utf-8-sig")
+
+
+def _divide_lines(path: Path, size: int) -> Iterator[FilePart]:
+    check_is_text(path)
+    if is_compressed(path):
+        yield from whole_file(path, size)
+        return
+    whole = path.stat().st_size
+    for begin in range(0, whole, size):
+        end = min(begin + size, whole)
+        yield FilePart(str(path), begin, end, end - begin)
+
+
+def _divide_text(path: Path, size: int) -> Iterator[FilePart]:
+    """Yield the only part of a file of records that cannot be divided."""
+    check_is_text(path)
+    yield from whole_file(path, size)
+
+
+def _read_lines(part: FilePart, _: RecordConverter) -> Iterator[Item]:
     """Yield the lines that start in a part, without empty ones."""
     path = Path(part.path)
-    for line, size in (
-        _read_compressed_lines(path) if is_compressed(path) else _read_plain_lines(part)
-    ):
+    for line, size in _read_whole_lines(path) if is_compressed(path) else _read_plain_lines(part):
         if record := _strip_record(line):
             yield partial(_parse_json, record), size
 
@@ -122,13 +158,13 @@ def _strip_record(line: bytes) -> bytes:
 
 def _begins_with_bracket(path: Path) -> bool:
     """Whether the first character of a file, white space aside, opens a JSON array."""
-    for chunk, _ in _decompress(path):
+    for chunk, _ in read_chunks(path):
         if begin := chunk.removeprefix(codecs.BOM_UTF8).lstrip()[:1]:
             return begin == b"["
     return False
 
 
-def _read_elements(part: FilePart) -> Iterator[Item]:
+def _read_elements(part: FilePart, _: RecordConverter) -> Iterator[Item]:
     """Yield the elements of a file that is one JSON array."""
     for element, size, _ in _read_array(part):
         yield partial(_parse_json, element), size
@@ -139,7 +175,7 @@ def _read_array(part: FilePart) -> Iterator[tuple[bytes, int, int]]:
 
     The text of the whole file is in memory, but only one record at a time.
     """
-    content = b"".join(chunk for chunk, _ in _decompress(Path(part.path)))
+    content = b"".join(chunk for chunk, _ in read_chunks(Path(part.path)))
     line, before = 1, 0
     try:
         text = content.decode("utf-8-sig")
@@ -174,9 +210,9 @@ def _read_plain_lines(part: FilePart) -> Iterator[tuple[bytes, int]]:
             at += len(line)
 
 
-def _read_compressed_lines(path: Path) -> Iterator[tuple[bytes, int]]:
+def _read_whole_lines(path: Path) -> Iterator[tuple[bytes, int]]:
     tail = b""
-    for chunk, size in _decompress(path):
+    for chunk, size in read_chunks(path):
         *lines, tail = (tail + chunk).split(b"\n")
         for line in lines:
             yield line, size
@@ -184,106 +220,83 @@ def _read_compressed_lines(path: Path) -> Iterator[tuple[bytes, int]]:
     yield tail, 0
 
 
-def _decompress(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield the uncompressed content of a file in chunks, with the bytes on disk of each."""
-    read = {".gz": _gzip_chunks, ".zst": _zst_chunks}.get(path.suffix.lower(), _plain_chunks)
+def _read_table(delimiter: str, part: FilePart, _: RecordConverter) -> Iterator[Item]:
+    """Yield the rows of CSV or TSV, whose first row names the columns; all values are text."""
+    for load, size, _ in _read_cells(delimiter, part):
+        yield load, size
+
+
+def _read_cells(delimiter: str, part: FilePart) -> Iterator[tuple[Callable[[], Any], int, int]]:
+    """Yield a function that returns a row, its bytes on disk, and the line where it ends."""
+    size = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal size
+        for number, (line, more) in enumerate(_read_whole_lines(Path(part.path))):
+            size += more
+            yield (line if number else line.removeprefix(codecs.BOM_UTF8)).decode() + "\n"
+
+    csv.field_size_limit(sys.maxsize)
+    rows = csv.reader(lines(), delimiter=delimiter, strict=True)
     try:
-        yield from read(path)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError(f"{path} is truncated or damaged ({error}): fetch it again.") from error
+        names = next(filter(None, rows), [])
+        if len({*names}) < len(names):
+            raise ValueError("a column is named twice")
+        for row in filter(None, rows):
+            yield partial(_name_cells, names, row), size, rows.line_num
+            size = 0
+    except (ValueError, csv.Error) as error:
+        raise ConfigError(
+            f"{part.path} is no table from line {rows.line_num} on ({first_line(error)}): correct "
+            f"it."
+        ) from error
 
 
-def _plain_chunks(path: Path) -> Iterator[tuple[bytes, int]]:
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            yield chunk, len(chunk)
+def _name_cells(names: list[str], row: list[str]) -> dict[str, str]:
+    if len(row) != len(names):
+        raise ValueError(f"it has {len(row)} cells, but the first row names {len(names)} columns")
+    return dict(zip(names, row))
 
 
-def _gzip_chunks(path: Path) -> Iterator[tuple[bytes, int]]:
-    with path.open("rb") as file, gzip.GzipFile(fileobj=file) as unpacked:
-        before = 0
-        while chunk := unpacked.read(_CHUNK):
-            yield chunk, file.tell() - before
-            before = file.tell()
-
-
-def _zst_chunks(path: Path) -> Iterator[tuple[bytes, int]]:
-    zstandard = import_optional("zstandard", f"reading {path}")
-    decompressor, frame = zstandard.ZstdDecompressor(), None
-    with path.open("rb") as file:
-        while compressed := file.read(_CHUNK):
-            size = len(compressed)
-            while compressed:  # a chunk may have the end of one frame and the start of others
-                frame = frame or decompressor.decompressobj()
-                try:
-                    yield frame.decompress(compressed), size
-                except zstandard.ZstdError as error:
-                    raise EOFError(error) from error
-                compressed, size, frame = frame.unused_data, 0, None if frame.eof else frame
-    if frame:
-        raise EOFError("it ends within a frame")
-
-
-def _read_rows(records: RecordConverter, part: FilePart) -> Iterator[Item]:
-    parquet = import_optional("pyarrow.parquet", f"reading {part.path}")
-    with parquet.ParquetFile(part.path) as file:
-        columns = _choose_columns(records, file.schema_arrow)
-        groups = range(part.begin, part.end)
-        rows = sum(file.metadata.row_group(group).num_rows for group in groups)
-        try:
-            for batch in file.iter_batches(_ROWS, row_groups=groups, columns=columns):
-                size = part.size * batch.num_rows // rows
-                for record in batch.to_pylist():
-                    yield partial(dict, record), size
-                    size = 0
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{part.path} is damaged ({first_line(error)}): fetch it again."
-            ) from error
-
-
-def _choose_columns(records: RecordConverter, schema: Any) -> list[str]:
-    """Return the columns to read: only the text's own, or for messages all that are not ignored."""
-    names, field = schema.names, records.field
-    if field:
-        top, *inner = [field] if field in names else field.split(".")
-        column = schema.field(top).type if top in names else None
-        for name in inner:  # fields of nested structs
-            index = column.get_field_index(name) if hasattr(column, "get_field_index") else -1
-            column = column.field(index).type if index >= 0 else None
-        if column is None:
-            return names  # the error for the missing field names the existing ones
-        if not hasattr(column, "value_field"):  # the field is no list, so it has no messages
-            return [field]
-    elif "text" in names and not records.pairs and not any(name in names for name in MESSAGES):
-        return [name for name in ("text", "prompt", "completion") if name in names]
-    own = {field, field.split(".")[0]}
-    return [name for name in names if name in own or name not in HARMLESS | records.ignored]
-
-
-def _describe_place(part: FilePart, number: int) -> str:
+def _describe_place(form: FileFormat, part: FilePart, number: int) -> str:
     """Return file and line or row of a part's document `number`, for error messages."""
-    path = Path(part.path)
-    match file_kind(path):
-        case "text":
-            return part.path
-        case "rows":
-            metadata = import_optional("pyarrow.parquet", f"reading {path}").read_metadata(path)
-            before = (metadata.row_group(group).num_rows for group in range(part.begin))
-            return f"{path}, row {sum(before) + number + 1},"
-        case "elements":
-            _, _, line = next(islice(_read_array(part), number, None))
-            return f"{path}, line {line},"
-    return f"{path}, line {_line_number(part, number)},"
+    return f"{part.path}, {form.locate(part, number)}," if form.locate else part.path
 
 
-def _line_number(part: FilePart, number: int) -> int:
+def _locate_element(part: FilePart, number: int) -> str:
+    _, _, line = next(islice(_read_array(part), number, None))
+    return f"line {line}"
+
+
+def _locate_row(delimiter: str, part: FilePart, number: int) -> str:
+    _, _, line = next(islice(_read_cells(delimiter, part), number, None))
+    return f"line {line}"
+
+
+def _locate_line(part: FilePart, number: int) -> str:
     """Return the line in the file of the part's non-empty line `number`."""
     path, before = Path(part.path), 0
     if is_compressed(path):
-        lines = _read_compressed_lines(path)
+        lines = _read_whole_lines(path)
     else:
         before = sum(1 for _ in _read_plain_lines(FilePart(part.path, 0, part.begin, 0)))
         lines = _read_plain_lines(part)
     full = (at for at, (line, _) in enumerate(lines, 1) if _strip_record(line))
-    return before + next(islice(full, number, None))
+    return f"line {before + next(islice(full, number, None))}"
+
+
+def _table_format(delimiter: str) -> FileFormat:
+    read, locate = partial(_read_table, delimiter), partial(_locate_row, delimiter)
+    return FileFormat(_divide_text, read, locate)
+
+
+_TEXT = FileFormat(whole_file, _read_text, None)
+_LINES = FileFormat(_divide_lines, _read_lines, _locate_line)
+_ELEMENTS = FileFormat(_divide_text, _read_elements, _locate_element)
+_PARQUET = FileFormat(divide_parquet, read_parquet, locate_parquet_row)
+_ARROW = FileFormat(divide_arrow, read_arrow, locate_arrow_row)
+_FORMATS = {
+    ".jsonl": _LINES, ".ndjson": _LINES, ".jsonlines": _LINES, ".json": _LINES,
+    ".csv": _table_format(","), ".tsv": _table_format("\t"),
+    ".parquet": _PARQUET, ".arrow": _ARROW, ".arrows": _ARROW, ".feather": _ARROW,
+}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Convert records of JSON or Parquet to passages of text that count in the loss or do not.
+"""Convert records of JSON or rows of tables to passages of text that count in the loss or do not.
 
     {"text": "..."}                                          all text counts
     {"prompt": "...", "completion": "..."}                   the completion counts
@@ -201,13 +201,16 @@ class RecordConverter:
         names += ["value" if "value" in message and "content" not in message else "content"]
         self._check_lost(message, (*names, *_SWITCHES, *read), "it")
         dropped = self.ignored.union(names, _SWITCHES)
-        values = {k: v for k, v in message.items() if k not in dropped and v is not None}
+        values = {key: value for key, value in message.items() if key not in dropped}
         role = _read_value(message, names[0])
         if not isinstance(role, str):
             raise ValueError(f"its role {role!r} is no string")
         values["role"] = _ROLES.get(role, role)
-        if message.get(names[1]) is not None or not ({"tool_calls"} & values.keys() & read):
+        calls = "tool_calls" in read and values.get("tool_calls")
+        if message.get(names[1]) is not None or not calls:
             values["content"] = _join_content(_read_value(message, names[1]), names[1])
+        elif names[1] in message:
+            values["content"] = None
         switches = {name: message[name] for name in _SWITCHES if message.get(name) is not None}
         if any(value not in (0, 1) for value in switches.values()) or len({*switches.values()}) > 1:
             raise ValueError(f"{switches} is neither 0 nor 1, false nor true")

@@ -170,7 +170,9 @@ def test_damaged_rows_are_a_sentence(tmp_path: Path) -> None:
     content = (tmp_path / "a.parquet").read_bytes()
     footer = int.from_bytes(content[-8:-4], "little") + 8
     (tmp_path / "a.parquet").write_bytes(bytes(len(content) - footer) + content[-footer:])
-    with pytest.raises(ConfigError, match=r"a\.parquet is damaged \(.+\): fetch it again\.$"):
+    with pytest.raises(
+        ConfigError, match=r"a\.parquet is truncated or damaged \(.+\): fetch it again\.$"
+    ):
         prepared([tmp_path / "a.parquet"], tmp_path / "out")
     with pytest.raises(ConfigError, match=r"row group 0 of .*a\.parquet cannot be read \(.+\):"):
         open_documents(str(tmp_path / "a.parquet"), 999).stream(0, 9)
