@@ -1,8 +1,12 @@
 """Run a command: the one place where an error becomes a message and an exit code."""
 
+import os
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable
+from typing import IO
 
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime import processes
@@ -18,7 +22,8 @@ def run(
 ) -> int:
     """Run a command, in every process of it, and return its exit code, with a message if not 0.
 
-    With several processes an error ends all of them.
+    With several processes an error ends all of them. A reader of the output that is gone, such as
+    `head`, ends the command without a message.
 
     Args:
       command: does the work; it returns an exit code, or None if it is done.
@@ -26,12 +31,50 @@ def run(
       interrupted: the message after Ctrl-C.
     """
     try:
+        return _run(command, failures, interrupted)
+    except BrokenPipeError:  # of the output: `_run` handles others
+        return 128 + signal.SIGPIPE
+    finally:
+        for output in (sys.stdout, sys.stderr):
+            flush_or_drop(output)
+
+
+def _has_lost_reader(output: IO[str]) -> bool:
+    """Whether the output is a pipe whose other end is closed."""
+    try:
+        poll = select.poll()
+        poll.register(output.fileno(), 0)
+    except (OSError, ValueError):  # no file
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def flush_or_drop(output: IO[str]) -> None:
+    """Flush an output, or redirect it to /dev/null if that fails.
+
+    Otherwise Python's own flush at exit would fail and end the process with exit code 120.
+    """
+    try:
+        output.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, output.fileno())
+        os.close(nowhere)
+
+
+def _run(
+    command: Callable[[], int | None], failures: tuple[type[Exception], ...], interrupted: str
+) -> int:
+    try:
         code = command() or ExitCode.DONE
         processes.finish()
         return code
     except KeyboardInterrupt:
         code, message = ExitCode.INTERRUPTED, interrupted
     except Exception as error:
+        lost = any(map(_has_lost_reader, (sys.stdout, sys.stderr)))
+        if isinstance(error, BrokenPipeError) and lost and not processes.several():
+            raise  # not of another pipe or a socket
         code, message = _code_of(error, failures), str(error)
         if code == ExitCode.CRASH:
             traceback.print_exc()

@@ -2,15 +2,14 @@
 
 import contextlib
 import math
-import os
 from datetime import timedelta
-from typing import IO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from jaxpipe.config import LogConfig
+from jaxpipe.runtime.command import flush_or_drop
 from jaxpipe.training.metrics import MetricValue
 
 
@@ -49,7 +48,7 @@ class Progress:
         with contextlib.suppress(OSError):
             if self._live:
                 self._live.stop()
-        _flush_or_drop(self._console.file)
+        flush_or_drop(self._console.file)
 
     def say(self, message: RenderableType) -> None:
         """Print a message above the live line; ignore errors of the output, such as a full disk."""
@@ -84,20 +83,7 @@ class _Output(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        _flush_or_drop(self.file)
-
-
-def _flush_or_drop(output: IO[str]) -> None:
-    """Flush an output, or redirect it to /dev/null if that fails.
-
-    Otherwise Python's own flush at exit would fail and end the process with exit code 120.
-    """
-    try:
-        output.flush()
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, output.fileno())
-        os.close(nowhere)
+        flush_or_drop(self.file)
 
 
 def _smoothed(before: float | None, value: float) -> float:

@@ -3,6 +3,7 @@
 import errno
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,33 @@ def test_the_page_of_troubles_has_every_code():
         map(int, re.findall(r"\d+", " ".join(re.findall(r"^\| ([\d, ]+) \|", page, re.M))))
     )
     assert {code for code in ExitCode if code} <= listed
+
+
+COMMANDS = ["train", "plan", "data", "checkpoint", "generate", "score", "evaluate", "verify",
+            "profile", "bench"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["plan", "--rules"], ["train", str(SMALL), "--print-config"],
+     pytest.param(["plan", str(SMALL)], marks=pytest.mark.extended),
+     *(pytest.param([name, "--help"], marks=pytest.mark.extended) for name in COMMANDS)],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_reader_that_leaves_ends_the_command_quietly(words):
+    """As `head` does, which closes the pipe before the command has written all."""
+    with subprocess.Popen(
+        [sys.executable, "-m", f"jaxpipe.{words[0]}", *words[1:]],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    ) as started:  # fmt: skip
+        started.stdout.close()
+        assert started.stderr.read() == ""
+    assert started.returncode in (0, 1, 128 + 13)  # --help: what is written last is dropped
+
+
+def test_a_pipe_that_is_not_the_output_is_an_error(capsys):
+    def fail():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    assert command.run(fail) not in (0, 128 + 13)
+    assert "Broken pipe" in capsys.readouterr().err
