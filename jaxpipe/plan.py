@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from jaxpipe import config as configs
@@ -50,9 +50,11 @@ from jaxpipe.planning import (
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.helpers import helpers
 from jaxpipe.planning.page import write_plan_page
+from jaxpipe.planning.progress import PlanProgress
 from jaxpipe.planning.rules import rules_table
 from jaxpipe.planning.search_command import check_arguments, search_layouts
-from jaxpipe.planning.search_table import search_as_json, search_table, write_config
+from jaxpipe.planning.search_table import LEGEND, search_as_json, search_table, write_config
+from jaxpipe.planning.settings import changed, words_of
 from jaxpipe.planning.size_checks import resolve_sizes
 from jaxpipe.runtime import command
 from jaxpipe.runtime.devices import DEVICES
@@ -158,16 +160,17 @@ def _search(arguments: argparse.Namespace) -> int:
     if arguments.check_gpu:
         _compile_without_device()
     with _no_search_for_cycles():
-        found, result = search_layouts(arguments, _hardware(arguments))
+        found, result, words = search_layouts(arguments, _hardware(arguments))
     if arguments.json:
         print(json.dumps(search_as_json(found, result), indent=1))
     else:
         console = Console(highlight=False, width=max(200, Console().width))
         console.print(search_table(found))
         console.print(
-            f"{result.candidates:,} candidates, {result.simulated:,} simulated; shares are of the "
-            f"step's seconds"
-        )
+            f"{LEGEND} {result.candidates:,} candidates, {result.simulated:,} simulated.",
+            style="dim", soft_wrap=True,
+        )  # fmt: skip
+        console.print(f"fastest: {words or 'the configuration as it is'}", soft_wrap=True)
     if arguments.check_gpu:
         from jaxpipe.gpu import several
 
@@ -207,7 +210,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         forwards = config.parallel.pp * config.train.grad_accum_steps
         with _no_search_for_cycles(), helpers(forwards) as pool:
             seconds = op_seconds(config, hardware)
-            found, refused = estimates(config, seconds, devices=devices, helpers=pool)
+            found, refused = estimates(
+                config, seconds, devices=devices, helpers=pool, progress=PlanProgress()
+            )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if not found:
@@ -238,8 +243,14 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(drawn, file=sys.stderr if arguments.json else None)
     if arguments.picture:
         with _writing("--picture", arguments.picture):
-            how = {"costs": run.costs, "lockstep": run.lockstep}
-            draw_figure(run.schedule, arguments.picture, **how)
+            # A model so small that transfers take longest is drawn as `train` reports its bubble.
+            is_small = run.costs.transfer > min(run.costs.F)
+            source = "measured" if config.parallel.costs else f"estimated for {arguments.device}"
+            draw_figure(
+                run.schedule, arguments.picture, lockstep=run.lockstep,
+                costs=None if is_small else run.costs,
+                source="equal costs: too small to estimate" if is_small else f"costs {source}",
+            )  # fmt: skip
         print(f"drew {shown.label} to {arguments.picture}", file=sys.stderr)
     if arguments.html:
         write_plan_page(plan, arguments.html, Path(arguments.config).stem, shown.label)
@@ -317,8 +328,10 @@ def _write(config: Config, shown: Estimate, path: Path) -> None:
     planned = shown.plan.config.parallel
     named |= {key: getattr(planned, key) for key in ("layer_split", "memory_limit")}
     named["unroll_layers"] = planned.unroll_layers
-    changes = {k: v for k, v in named.items() if getattr(config.parallel, k) != v}
-    how = " ".join(f"parallel.{key}={_as_toml(value)}" for key, value in changes.items())
+    after = msgspec.structs.replace(
+        config, parallel=msgspec.structs.replace(config.parallel, **named)
+    )
+    how = words_of(changed(config, after, {"parallel": named}))
     print(f"wrote {shown.label}; to run it: {how}", file=sys.stderr)
 
 
@@ -328,12 +341,6 @@ def _writing(option: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{option} {path} cannot be written ({error.strerror}).") from error
-
-
-def _as_toml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{','.join(map(str, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value) or "''"
 
 
 if __name__ == "__main__":

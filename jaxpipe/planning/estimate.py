@@ -14,6 +14,7 @@ from jaxpipe.planning.costs import ModelCosts, costs_of, essentials, take_traced
 from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.hardware import NO_COPIES, NO_EXCHANGE, OpSeconds
 from jaxpipe.planning.memory import RankBytes
+from jaxpipe.planning.progress import PlanProgress
 from jaxpipe.planning.resolve import RunPlan, with_known_vocabulary
 from jaxpipe.planning.traffic import mirrored_bytes, step_traffic
 from jaxpipe.schedule import (
@@ -114,6 +115,7 @@ def estimates(
     *,
     devices: Devices | None = None,
     helpers: Executor | None = None,
+    progress: PlanProgress | None = None,
 ) -> tuple[list[Estimate], dict[str, str]]:
     """Return the estimates of all schedules that fit the sizes, and by label why others do not.
 
@@ -124,17 +126,21 @@ def estimates(
       seconds: costs of ops.
       devices: of the run; None: none is present (`Devices.planned`).
       helpers: processes that compute the estimates (`planning.helpers`); None: this process does.
+      progress: prints how many are done, and the fastest of them.
     """
     every = variants(config)
     known = {}
     if helpers:
         known = {essentials(one): costs_of(one) for one in with_known_vocabulary(config)}
     request = _Request(config, devices or Devices.planned(config), seconds, known)
-    if helpers:
-        longest_first = sorted(every, key=lambda variant: not FAMILIES[variant.family].is_searched)
-        results = dict(zip(longest_first, helpers.map(request, longest_first)))
-    else:
-        results = {variant: request(variant) for variant in every}
+    results: dict[ScheduleVariant, Estimate | str] = {}
+    longest_first = sorted(every, key=lambda variant: not FAMILIES[variant.family].is_searched)
+    for variant, result in zip(
+        longest_first, (helpers.map if helpers else map)(request, longest_first)
+    ):
+        results[variant] = result
+        if progress:
+            progress(lambda: _done(results, len(every)))
     refused = {v.label: results[v] for v in every if isinstance(results[v], str)}
     rows = [
         dataclasses.replace(results[v], configured=v == every[0])
@@ -142,6 +148,15 @@ def estimates(
         if v.label not in refused
     ]
     return rows, refused
+
+
+def _done(results: Mapping[ScheduleVariant, Estimate | str], of: int) -> str:
+    found = [one for one in results.values() if isinstance(one, Estimate)]
+    best = max(found, key=lambda one: one.tokens_per_second, default=None)
+    fastest = (
+        f", fastest so far {best.label}, {best.tokens_per_second:,.0f} tokens/s" if best else ""
+    )
+    return f"plan: {len(results)} of {of} schedules{fastest}"
 
 
 def estimate(plan: RunPlan, seconds: OpSeconds | None = None) -> Estimate:

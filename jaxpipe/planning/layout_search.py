@@ -13,6 +13,7 @@ from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.estimate import Estimate, estimate, step_seconds, update_seconds
 from jaxpipe.planning.hardware import Hardware, OpSeconds, op_seconds
 from jaxpipe.planning.memory import layout_of, rank_bytes
+from jaxpipe.planning.progress import PlanProgress
 from jaxpipe.planning.resolve import RunPlan, arrange, layers_of, schedule_of
 from jaxpipe.planning.space import SearchSpace
 from jaxpipe.runtime.environment import usable_share
@@ -96,10 +97,15 @@ class LayoutSearch:
       hardware: by which ops are timed, as `plan` times them.
       memory: bytes of a device; a configuration may need the share that jax allocates.
       keep: number of results.
+      progress: prints how many candidates are done, and the fastest of them.
     """
 
-    def __init__(self, space: SearchSpace, hardware: Hardware, memory: float, keep: int = 10):
+    def __init__(
+        self, space: SearchSpace, hardware: Hardware, memory: float, keep: int = 10,
+        progress: PlanProgress | None = None,
+    ):  # fmt: skip
         self.space, self.hardware, self.keep = space, hardware, keep
+        self._progress = progress or (lambda line: None)
         self.usable = memory * usable_share()
         # A run knows the device, and not these links.
         self._devices = Devices(memory=memory, hardware=Hardware(hardware.device))
@@ -119,6 +125,7 @@ class LayoutSearch:
             result.simulated += 1
             if (fastest := self._fastest(scheduled, number, result)) is not None:
                 result.add(fastest, self.keep)
+            self._progress(lambda: _done(result))
         return result
 
     def every(self) -> Iterator[Found]:
@@ -162,6 +169,7 @@ class LayoutSearch:
         for scheduled in self.space.schedules(shape):
             number, offloaded = next(numbers), scheduled.train.offload_layers
             result.candidates += 1
+            self._progress(lambda: f"search: bounds of {result.candidates:,} candidates")
             try:
                 facts = self._facts_of(scheduled)
                 layers = layers_of(scheduled, facts.placement, self._devices)
@@ -243,3 +251,12 @@ class LayoutSearch:
         best = min(fitting, key=lambda one: (one.seconds, one.offloaded, one.bytes), default=None)
         plan = best and self.space.with_loop(best.plan)
         return replace(best, plan=plan) if best and plan else None
+
+
+def _done(result: SearchResult) -> str:
+    fastest = ""
+    if result.best:
+        config, seconds = result.best[0].plan.config, result.best[0].seconds
+        fastest = f", fastest so far {config.parallel.mesh} {config.parallel.schedule}"
+        fastest += f", {config.tokens_per_step / seconds:,.0f} tokens/s"
+    return f"search: {result.simulated:,} of {result.candidates:,} candidates simulated{fastest}"

@@ -178,7 +178,9 @@ function hoverMemory(time) {
 function sortRows() {
   const {values} = columns.find(({name}) => name === sorting.name);
   const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b) : (a ?? -1) - (b ?? -1));
-  order = plan.schedules.map((_, row) => row).sort((a, b) => sorting.sign * compare(values[a], values[b]));
+  const first = ({configured}) => configured ? 0 : 1; // what the others are compared with
+  order = plan.schedules.map((_, row) => row).sort((a, b) =>
+    first(plan.schedules[a]) - first(plan.schedules[b]) || sorting.sign * compare(values[a], values[b]));
   table.tHead.rows[0].replaceChildren();
   for (const {name, legend} of columns) {
     const cell = element(table.tHead.rows[0], "th", "", {title: legend});
@@ -191,9 +193,9 @@ function sortRows() {
   table.tBodies[0].replaceChildren(...order.map((row) => lines[row]));
 }
 
-function lineOf({schedule, fits}, row) {
+function lineOf({schedule, fits, configured}, row) {
   const line = document.createElement("tr");
-  line.className = [schedule === plan.best ? "best" : "", fits ? "" : "misfit"].join(" ");
+  line.className = [schedule === plan.best ? "best" : "", fits ? "" : "misfit", configured ? "configured" : ""].join(" ");
   for (const {name, texts} of columns) {
     const marked = texts[row] + (name === "GiB" && !fits ? " !" : "");
     element(line, "td", marked, {className: name === "GiB" ? "total" : ""});
@@ -250,6 +252,9 @@ const main = document.getElementById("main");
 element(main, "p", data.summary, {className: "soft"});
 const table = makeTable("scroll", []);
 const lines = plan.schedules.map(lineOf);
+const explained = element(main, "details", "", {className: "soft"});
+element(explained, "summary", "what the columns are");
+for (const {name, legend} of columns) element(explained, "p", `${name}: ${legend}`);
 data.sentences.forEach((text) => element(main, "p", text, {className: "soft"}));
 const heading = element(main, "h2");
 const legend = element(main, "div", "", {className: "legend"});

@@ -8,8 +8,10 @@ from jaxpipe.config.reading import read_overrides
 from jaxpipe.planning.estimate import Estimate
 from jaxpipe.planning.hardware import Hardware
 from jaxpipe.planning.layout_search import LayoutSearch, SearchResult
+from jaxpipe.planning.progress import PlanProgress
 from jaxpipe.planning.search_table import nothing_found
-from jaxpipe.planning.space import SearchSpace
+from jaxpipe.planning.settings import changed, words_of
+from jaxpipe.planning.space import SEARCHED, SearchSpace
 from jaxpipe.runtime.devices import DEVICES
 
 _OF_PLANS = ("costs", "lengths", "bubble", "fused_steps", "show", "timeline", "picture", "html")
@@ -37,8 +39,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 def search_layouts(
     arguments: argparse.Namespace, hardware: Hardware
-) -> tuple[list[Estimate], SearchResult]:
+) -> tuple[list[Estimate], SearchResult, str]:
     """Return the best of the search that arguments of `plan` ask for, the fastest first.
+
+    Also returns the settings of the fastest that differ from the configuration, as words.
 
     Raises `ConfigError` where nothing is possible, or nothing fits.
     """
@@ -46,8 +50,14 @@ def search_layouts(
     overrides = read_overrides(arguments.overrides)
     fixed = [f"{section}.{key}" for section, settings in overrides.items() for key in settings]
     space = SearchSpace(config, arguments.devices[0], fixed)
-    search = LayoutSearch(space, hardware, arguments.memory or DEVICES[arguments.device].memory)
+    memory = arguments.memory or DEVICES[arguments.device].memory
+    search = LayoutSearch(space, hardware, memory, progress=PlanProgress())
     result = search.run()
     if not result.best:
         raise ConfigError(nothing_found(search, result))
-    return [one.estimate() for one in result.best], result
+    fastest = result.best[0].plan.config
+    return (
+        [one.estimate() for one in result.best],
+        result,
+        words_of(changed(config, fastest, SEARCHED)),
+    )

@@ -24,6 +24,13 @@ _COLUMNS = {
     "compute": "right", "bubble": "right", "messages": "right", "tp": "right", "ep, cp": "right",
     "host": "right", "dp": "right", "tokens/s/device": "right",
 }  # fmt: skip
+LEGEND = (
+    "mesh: sp is sequence parallelism. microbatches: of a step x sequences of a replica. "
+    "offloaded: to the host. head: embedding and head of the end stages (own), or of all ranks "
+    "(shared). GiB: of a device. Shares of the step's seconds: compute; bubble, idle ranks; "
+    "messages between ranks; tp and ep, cp, their collectives; host, its copies; dp, gradients "
+    "and parameters between replicas."
+)
 
 
 def time_parts(one: Estimate) -> dict[str, float]:

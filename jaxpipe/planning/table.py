@@ -5,17 +5,24 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
 from jaxpipe.config import Config
 from jaxpipe.planning.advice import Advice
+from jaxpipe.planning.candidates import with_variant
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.estimate import Estimate
 from jaxpipe.planning.hardware import OpSeconds
+from jaxpipe.planning.settings import changed, words_of
 from jaxpipe.schedule import FAMILIES
 
 _GIB = 2**30
+_OF_VARIANT = (  # settings that choose a schedule
+    "schedule", "schedule_file", "virtual_stages", "memory_limit", "in_flight", "breadth",
+    "layer_split", "unroll_layers",
+)  # fmt: skip
 
 
 class Column(NamedTuple):
@@ -145,10 +152,27 @@ class Plan:
             yield (
                 f"fastest within the {self.memory / _GIB:.1f} GiB of a device that jax allocates: "
                 f"{self.advice.best} "
-                f"({summary})"
+                f"({summary}){self._gain(fastest)}"
             )
         yield from _traffic(self.config)
         yield from self.advice.sentences
+
+    def _gain(self, fastest: Estimate) -> str:
+        """Return the end of a sentence: the gain over the configured schedule, and the settings."""
+        own = next((one for one in self.estimates if one.configured), None)
+        if own is fastest:
+            return ", which the configuration names"
+        named = with_variant(self.config, fastest.variant)
+        unrolled = fastest.plan.config.parallel.unroll_layers
+        named = replace(named, parallel=replace(named.parallel, unroll_layers=unrolled))
+        words = words_of(changed(self.config, named, {"parallel": _OF_VARIANT}))
+        gain = "the configured schedule is not possible"
+        if own:
+            more = fastest.tokens_per_second / own.tokens_per_second - 1
+            than = f"{abs(more):.1%} {'more' if more >= 0 else 'fewer'} tokens/s than"
+            fits = "" if own.bytes.total <= self.memory else ", which does not fit"
+            gain = f"{than} the configured {own.label}{fits}"
+        return f"; {gain}. To run it: {words}"
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, 1))

@@ -77,6 +77,7 @@ def draw_figure(
     lockstep: Lockstep | None = None,
     memory: tuple[float, float] = (1.0, 1.0),
     unit: str = "microbatches",
+    source: str = "",
 ) -> None:
     """Draw the timeline and the memory curves of a schedule into a file.
 
@@ -90,6 +91,7 @@ def draw_figure(
       lockstep: as in `timed_boxes`.
       memory: as in `build_tracks`.
       unit: the unit of `memory`, for the axis label.
+      source: where the costs are from, for the title.
 
     Raises `ScheduleError` for another suffix and where the schedule cannot finish.
     """
@@ -98,6 +100,7 @@ def draw_figure(
         raise ScheduleError(f"{path.name}: a picture ends in one of {', '.join(_SUFFIXES)}.")
     rows = build_tracks(timed_boxes(schedule, costs or Costs(), lockstep), memory)
     title = _build_title(schedule, rows, " · lockstep" if lockstep else "")
+    title += f" · {source}" if source else ""
     time = "time (one F, B or W = 1)" if costs is None else "time (unit of the costs)"
     from matplotlib import style
 

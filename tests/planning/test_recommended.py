@@ -1,0 +1,90 @@
+"""What a plan or a search recommends: in words to type, with the gain; progress on the way."""
+
+import json
+import re
+
+import pytest
+from commands import SMALL
+
+from jaxpipe.plan import main
+from jaxpipe.planning.progress import PlanProgress
+
+SIZES = ["parallel.pp=2", "parallel.dp=1", "train.grad_accum_steps=8", "parallel.transfer_ticks=1"]
+
+
+def plan(capsys, *words):
+    assert main([str(SMALL), *SIZES, "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [["parallel.schedule=gpipe"], ["parallel.schedule=interleaved_1f1b", "parallel.virtual_stages=2"],
+     pytest.param(["parallel.schedule=zb_auto", "parallel.memory_limit=1p"],
+                  marks=pytest.mark.extended)],
+)  # fmt: skip
+def test_the_printed_settings_run_the_fastest_schedule(capsys, more):
+    assert main([str(SMALL), *SIZES, *more]) == 0
+    said = capsys.readouterr().out
+    found = re.search(
+        r"([\d.]+)% more tokens/s than the configured .*\. To run it: (.*)$", said, re.M
+    )
+    gain, words = found.groups()
+    before, after = plan(capsys, *more), plan(capsys, *more, *words.split())
+    best, own = (
+        next(row for row in made["schedules"] if row["configured"]) for made in (after, before)
+    )
+    assert best["schedule"] == before["best"]
+    speed = next(r for r in before["schedules"] if r["schedule"] == before["best"])
+    ratio = speed["tokens_per_second"] / own["tokens_per_second"]
+    assert float(gain) == pytest.approx(100 * (ratio - 1), abs=0.06)
+
+
+def test_the_configured_schedule_may_be_the_fastest(capsys):
+    assert main([str(SMALL), *SIZES, "parallel.in_flight=3"]) == 0
+    assert "which the configuration names" in capsys.readouterr().out
+
+
+@pytest.mark.extended
+def test_a_search_prints_the_settings_of_the_fastest(capsys):
+    fixed = ["parallel.pp=2", "parallel.tp=1", "train.microbatch_size=1", "train.remat=none"]
+    words = [str(SMALL), *fixed, "--search", "--devices", "2"]
+    assert main(words) == 0
+    settings = capsys.readouterr().out.split("fastest: ")[1].split()
+    assert main([*words, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"][0]["settings"]
+    for word in settings:
+        name, _, value = word.partition("=")
+        section, key = name.split(".")
+        assert str(best[section][key]).lower() == value.replace("''", "")
+
+
+def test_progress_is_a_line_every_few_seconds(capsys, monkeypatch):
+    now = iter([0.0, 3.0, 6.0, 8.0, 12.0])
+    progress = PlanProgress(5.0, lambda: next(now))
+    for number in range(4):
+        progress(lambda number=number: f"{number} done")
+    assert capsys.readouterr().err == "1 done\n3 done\n"
+    monkeypatch.setattr(
+        PlanProgress.__init__, "__defaults__", (0.0, PlanProgress.__init__.__defaults__[1])
+    )
+    assert main([str(SMALL), *SIZES]) == 0
+    err = capsys.readouterr().err
+    assert re.search(r"plan: \d+ of \d+ schedules, fastest so far .*, [\d,]+ tokens/s\n", err)
+
+
+@pytest.mark.parametrize(
+    ("more", "costs"),
+    [
+        ([], "equal costs: too small to estimate"),
+        pytest.param(
+            ["model.d_model=2048", "model.d_ff=8192", "train.seq_len=4096"],
+            "costs estimated for H100",
+            marks=pytest.mark.extended,
+        ),
+    ],
+)
+def test_the_title_of_a_picture_says_which_costs(tmp_path, capsys, more, costs):
+    path = tmp_path / "a.svg"
+    assert main([str(SMALL), *SIZES, *more, "--picture", str(path)]) == 0
+    assert costs in path.read_text()
