@@ -27,6 +27,7 @@ from jaxpipe.checkpoint.huggingface import (
     export_huggingface,
     ignored_tensors,
     import_huggingface,
+    read_config,
     training_settings,
 )
 from jaxpipe.checkpoint.inspection import describe_checkpoint
@@ -143,6 +144,10 @@ def _import_for(arguments: argparse.Namespace, path: str, overrides: list[str]) 
     with contextlib.nullcontext() if arguments.out else locked(folder, print):
         directory = open_path(arguments.out or f"{config.run.dir}/imported")
         step = import_huggingface(arguments.source, config.model, directory, meta)
+    hf_config = read_config(arguments.source)
+    if not hf_config.get("architectures"):
+        taken = FAMILIES[config.model.family].format_named(hf_config).MODELS
+        print(f"its config.json names no architecture: by its model_type it is taken for {taken}")
     start = [f"checkpoint.resume={step}", "checkpoint.parameters_only=true"]
     print(
         f"imported {config.model.parameter_count():,} parameters into {step}; a run starts from "

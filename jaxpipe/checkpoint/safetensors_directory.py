@@ -49,15 +49,14 @@ class TensorFiles:
       without: suffixes of names to ignore.
 
     Raises:
-      ConfigError: shards or tensors of the index are missing, files are damaged, a tensor is not
-        float64, float32, float16, bfloat16 or 8-bit floats with scales (`block_fp8`), or tensors
-        belong to an adapter that is not merged.
+      ConfigError: shards or tensors of the index are missing, files are damaged, 8-bit floats have
+        no scales (`block_fp8`), or tensors belong to an adapter that is not merged.
     """
 
     def __init__(self, directory: Path, without: tuple[str, ...] = ()):
         self.directory = directory
         self._stored: dict[str, tuple[Path, str]] = {}  # file, and name in the file
-        self._kinds: dict[str, tuple[Shape, np.dtype]] = {}
+        self._kinds: dict[str, tuple[Shape, np.dtype | None]] = {}  # None: cannot be read
         self._scaled: set[str] = set()  # tensors of 8-bit floats
         for path in self._files():
             with _open_file(path) as file:
@@ -85,25 +84,22 @@ class TensorFiles:
             self._stored[name] = path, stored
             self._kinds[name] = tuple(part.get_shape()), np.dtype(np.uint8)
             return
-        if kind not in _READ_AS:
-            raise ConfigError(
-                f"{path} holds {stored} as {kind} but only {', '.join(_READ_AS)} can be read: take "
-                f"a checkpoint whose weights are of one of these dtypes."
-            )
         if name in self._stored:
             raise ConfigError(
                 f"{path} holds {stored}, but {self._stored[name][1]} names the same tensor {name}: "
                 f"remove one of them."
             )
         self._stored[name] = path, stored
-        self._kinds[name] = tuple(part.get_shape()), _READ_AS[kind]
+        self._kinds[name] = tuple(part.get_shape()), _READ_AS.get(kind)
         if kind == block_fp8.KIND:
             self._scaled.add(name)
 
     def _take_scales(self) -> None:
         """Check the scales of all 8-bit tensors, which are no tensors of their own."""
         for name in self._scaled:
-            scales, _ = self._kinds.pop(name + block_fp8.SCALE, (None, None))
+            if (key := name + block_fp8.SCALE) in self._kinds:
+                self.dtype(key)
+            scales, _ = self._kinds.pop(key, (None, None))
             block_fp8.check_scales(name, self.shape(name), scales, self.directory)
 
     def _merge_quantised(self) -> None:
@@ -128,8 +124,16 @@ class TensorFiles:
         return self._kinds[name][0]
 
     def dtype(self, name: str) -> np.dtype:
-        """Dtype of the tensor of that name."""
-        return self._kinds[name][1]
+        """Dtype of the tensor of that name; raises `ConfigError` if it cannot be read."""
+        if (dtype := self._kinds[name][1]) is None:
+            path, stored = self._stored[name]
+            with _open_file(path) as file:
+                kind = file.get_slice(stored).get_dtype()
+            raise ConfigError(
+                f"{path} holds {stored} as {kind} but only {', '.join(_READ_AS)} can be read: take "
+                f"a checkpoint whose weights are of one of these dtypes."
+            )
+        return dtype
 
     def read(self, name: str, index: int | None = None) -> np.ndarray:
         """Read one tensor, or entry `index` of its first dim, into new memory.

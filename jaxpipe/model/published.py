@@ -1,6 +1,6 @@
 """How Hugging Face stores models: the interface of a family's module, and shared helpers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 
@@ -91,9 +91,65 @@ class HuggingFace(Protocol):
         """
 
 
+# The class that transformers' AutoModelForCausalLM takes for a model_type.
+_BY_MODEL_TYPE = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_oss": "GptOssForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "llama4": "Llama4ForConditionalGeneration",
+    "llama4_text": "Llama4ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+# Endings of the names of tensors that are computed from config.json, in files of old versions.
+BUFFERS = "inv_freq", "position_ids", ".cos_cached", ".sin_cached", "causal_mask", ".masked_bias"
+# Fields of a config.json that change no number that a model computes from tokens.
+HARMLESS = frozenset({
+    # records, and how a program runs or trains the model
+    "architectures", "model_type", "transformers_version", "name_or_path", "auto_map", "dtype",
+    "torch_dtype", "use_bfloat16", "use_cache", "return_dict", "output_attentions",
+    "output_hidden_states", "output_router_logits", "torchscript", "tf_legacy_loss",
+    "chunk_size_feed_forward", "gradient_checkpointing", "pretraining_tp", "attn_implementation",
+    "cache_implementation", "num_logits_to_keep", "tokenizer_class", "prefix", "is_decoder",
+    "initializer_range", "attention_dropout", "hidden_dropout", "dropout", "model_max_length",
+    "unsloth_fixed", "unsloth_version", "transformers.js_config", "max_sequence_length",
+    # classification
+    "id2label", "label2id", "num_labels", "problem_type", "finetuning_task",
+    "task_specific_params", "classifier_dropout",
+    # generation
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+    "forced_bos_token_id", "forced_eos_token_id", "max_length", "min_length", "do_sample",
+    "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k",
+    "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores",
+    "return_dict_in_generate", "remove_invalid_values", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens",
+})  # fmt: skip
+_FP8: dict[str, tuple[Any, ...]] = {
+    "fmt": ("e4m3",),
+    "weight_block_size": ([128, 128],),
+    "activation_scheme": ("dynamic",),
+}
+# Fields of a multimodal file that rule over those of its text model.
+_OF_ALL = (
+    "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype",
+)  # fmt: skip
+
+
 def architecture(theirs: Mapping[str, Any], known: Sequence[str]) -> str:
-    """The architecture that a config.json names; raises `ValueError` if it is not in `known`."""
-    names = theirs.get("architectures") or [None]
+    """The architecture of a config.json, which names it, or else its model_type.
+
+    Raises `ValueError` if it is not in `known`.
+    """
+    names = theirs.get("architectures") or [_BY_MODEL_TYPE.get(str(theirs.get("model_type")))]
+    names = [names] if isinstance(names, str) else names
     if names[0] not in known:
         some, last = ", ".join(known[:-1]), known[-1]
         raise ValueError(
@@ -109,7 +165,8 @@ def of_text(theirs: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(own, Mapping):
         raise ValueError(f"has text_config={own!r}, which is no table: take the whole file.")
     outer = {name: value for name, value in theirs.items() if name != "text_config"}
-    return {**outer, **own, "architectures": theirs.get("architectures")}
+    ruling = {name: outer[name] for name in _OF_ALL if outer.get(name) is not None}
+    return {**outer, **own, **ruling, "architectures": theirs.get("architectures")}
 
 
 def sizes(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> dict[str, Any]:
@@ -136,3 +193,40 @@ def check_only(theirs: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]
                 f"has {name}={theirs[name]!r} but this model has only {name}={values[0]!r}: take "
                 f"another checkpoint."
             )
+
+
+def check_known(theirs: Mapping[str, Any], known: Collection[str], place: str = "") -> None:
+    """Raise `ValueError` where a field is neither known, harmless, nor empty.
+
+    Args:
+      theirs: a config.json, or a table in it.
+      known: names of the fields that are read or checked.
+      place: name of the table.
+    """
+    for name, value in theirs.items():
+        # transformers keeps its own notes in names with an underscore.
+        if value and name not in known and name not in HARMLESS and not name.startswith("_"):
+            raise ValueError(
+                f"has {name}={value!r}{place}, which is not known here and may change what the "
+                f"model computes: remove it if it does not, or take another checkpoint."
+            )
+
+
+def check_quantised(theirs: Mapping[str, Any], method: str = "fp8") -> None:
+    """Raise `ValueError` where weights are quantised in another way than those that are read.
+
+    Those are 8-bit floats with a scale per block, for the method fp8, and MXFP4.
+    """
+    settings = theirs.get("quantization_config")
+    if not settings:
+        return
+    found = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    if found != method:
+        raise ValueError(
+            f"has quantization_config={settings!r} but of quantised weights only those of the "
+            f"quant_method {method!r} can be read: take a checkpoint in bfloat16."
+        )
+    if method == "fp8":
+        check_only(settings, _FP8)
+        known = {"quant_method", "modules_to_not_convert", "scale_fmt", "dequantize", *_FP8}
+        check_known(settings, known, " in its quantization_config")

@@ -103,7 +103,7 @@ REFUSED = {
         "gpt_oss_20b", {"swiglu_limit": 5.0}
     ),
     "attention_bias=False but": ("gpt_oss_20b", {"attention_bias": False}),
-    "has weights quantised by 'fp8' but only 'mxfp4' can be read": (
+    "only those of the quant_method 'mxfp4' can be read": (
         "gpt_oss_20b", {"quantization_config": {"quant_method": "fp8"}}
     ),
 }  # fmt: skip

@@ -78,7 +78,7 @@ CONFIG_CHANGES = {
     "router_jitter_noise=0.1 but": {
         "architectures": ["MixtralForCausalLM"], "router_jitter_noise": 0.1
     },
-    "architecture None but only": {"architectures": None},
+    "architecture None but only": {"architectures": None, "model_type": "falcon"},
     "has no hidden_size": {"hidden_size": ...},
     "has vocab_size='96', no integer": {"vocab_size": "96"},
     r"scales rotary positions by \[1\], no table": {"rope_scaling": [1]},

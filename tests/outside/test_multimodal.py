@@ -8,7 +8,8 @@ from hf_models import all_tensors, assert_same_bytes, our_logits, stored_params
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint.__main__ import main
-from jaxpipe.checkpoint.huggingface import model_settings
+from jaxpipe.checkpoint.huggingface import model_settings, read_config
+from jaxpipe.inference.saved_model import SavedModel
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -37,6 +38,38 @@ def test_a_published_file_without_its_longest_context_has_that_of_transformers()
     theirs = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
     longest = model_settings(theirs, Path())["max_seq_len"]
     assert longest == transformers.Gemma3TextConfig().max_position_embeddings
+
+
+CONFIGS = [
+    "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3Text", "Gemma3", "GptOss",
+    "Llama4Text", "Llama4", "DeepseekV2", "DeepseekV3", "GPT2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_field_of_transformers_is_known(name):
+    """The file has no architectures, which transformers writes only with weights."""
+    own = {"num_experts_per_tok": 6} if name == "DeepseekV2" else {}
+    theirs = getattr(transformers, f"{name}Config")(**own).to_dict()
+    assert theirs["architectures"] is None
+    settings = model_settings(theirs, Path())
+    text = theirs.get("text_config") or theirs
+    layers = text.get("num_hidden_layers") or text["n_layer"]
+    assert settings["n_layers"] == layers
+
+
+@pytest.mark.parametrize("inner", [True, False])
+@pytest.mark.parametrize("outer", [True, False])
+def test_the_outer_flag_says_whether_the_head_is_tied(tmp_path, inner, outer):
+    text = MODELS["Gemma3"][0] | {"tie_word_embeddings": inner}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=_IMAGES, tie_word_embeddings=outer
+    )
+    theirs = transformers.Gemma3ForConditionalGeneration(config)
+    theirs.save_pretrained(tmp_path)
+    tied = theirs.lm_head.weight is theirs.get_input_embeddings().weight
+    assert model_settings(read_config(tmp_path), tmp_path).get("tie_embeddings", True) == tied
+    SavedModel.open(tmp_path)
 
 
 @pytest.mark.slow(only=["Llama4"])

@@ -12,7 +12,15 @@ from typing import Any
 from jaxpipe.model.deepseek.config import DeepseekConfig
 from jaxpipe.model.moe.huggingface import FUSED as FUSED  # the same tensors for all experts
 from jaxpipe.model.moe.huggingface import LAYER as _EXPERTS
-from jaxpipe.model.published import HuggingFaceTensor, architecture, check_only, sizes
+from jaxpipe.model.published import BUFFERS as BUFFERS
+from jaxpipe.model.published import (
+    HuggingFaceTensor,
+    architecture,
+    check_known,
+    check_only,
+    check_quantised,
+    sizes,
+)
 from jaxpipe.model.rope import huggingface as rope
 
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
@@ -64,7 +72,6 @@ ENDS = {
 }
 CHOICES: dict[str, Any] = {}
 VARIABLES = {"router_bias": HuggingFaceTensor("mlp.gate.e_score_correction_bias")}
-BUFFERS = (".rotary_emb.inv_freq",)  # in checkpoints of old versions
 
 # Hugging Face's names to ours.
 _SIZES = {
@@ -127,7 +134,12 @@ _ROUTERS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     V3: {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
 }
-_FP8 = {"quant_method": ("fp8",), "fmt": ("e4m3",), "weight_block_size": ([128, 128],)}
+# Read elsewhere, or without effect in latent attention and in one process.
+_READ = (
+    "max_position_embeddings", "quantization_config", "topk_method", "scoring_func",
+    "num_experts_per_tok", "num_nextn_predict_layers", "aux_loss_alpha", "seq_aux", "ep_size",
+    "num_key_value_heads", "head_dim", "qk_head_dim", *rope.FIELDS,
+)  # fmt: skip
 
 
 def describes(model: DeepseekConfig) -> bool:
@@ -164,8 +176,8 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """
     name, theirs = architecture(theirs, ARCHITECTURES), with_defaults(theirs)
     check_only(theirs, _ABSENT | _ROUTERS[name])
-    if quantization := theirs.get("quantization_config"):
-        check_only(quantization, _FP8)
+    check_quantised(theirs)
+    check_known(theirs, {*_READ, *_SIZES, *_CHOICES, *_ABSENT})
     needed = sizes(theirs, _SIZES | {"num_experts_per_tok": "experts_per_token"})
     ours = {own: theirs[field] for field, own in _CHOICES.items()}
     if theirs["topk_method"] == "greedy":

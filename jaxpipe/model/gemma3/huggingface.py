@@ -36,8 +36,11 @@ class Gemma3Format(LlamaFormat):
         "attn_logit_softcapping": (None,),  # transformers would ignore it
         "use_bidirectional_attention": (False, None),
         "partial_rotary_factor": (1, None),
-        "quantization_config": (None,),
     }
+    READ: ClassVar[tuple[str, ...]] = (
+        "final_logit_softcapping", "sliding_window_pattern", "vision_config", "boi_token_index",
+        "eoi_token_index", "image_token_index", "mm_tokens_per_image",
+    )  # fmt: skip
     WRITTEN: ClassVar[Fields] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "attn_logit_softcapping": None,

@@ -7,8 +7,9 @@ tensor. Dropout rates are not read from a config.json, and are written as 0.
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpipe.model import published
 from jaxpipe.model.gpt2.config import GPT2Config
-from jaxpipe.model.published import HuggingFaceTensor, architecture, check_only, sizes
+from jaxpipe.model.published import HuggingFaceTensor, architecture, check_known, check_only, sizes
 
 GPT2 = "GPT2LMHeadModel"
 ARCHITECTURES = (GPT2,)
@@ -42,7 +43,7 @@ ENDS = {
 }
 FUSED: dict[str, HuggingFaceTensor] = {}
 CHOICES: dict[str, Any] = {}
-BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, in checkpoints of old versions
+BUFFERS = (*published.BUFFERS, ".attn.bias")  # causal masks
 
 # Hugging Face's names to ours.
 _SIZES = {
@@ -61,6 +62,12 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True,),
     "quantization_config": (None,),
 }
+# Read, or without effect: the head of a classifier, and the precision of scores.
+_KNOWN = {
+    *_SIZES, *_ONLY, "n_inner", "layer_norm_epsilon", "n_ctx", "resid_pdrop", "embd_pdrop",
+    "attn_pdrop", "reorder_and_upcast_attn", "summary_type", "summary_use_proj",
+    "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+}  # fmt: skip
 
 
 def describes(model: GPT2Config) -> bool:
@@ -90,6 +97,7 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """
     theirs = with_defaults(theirs)
     check_only(theirs, _ONLY)
+    check_known(theirs, _KNOWN)
     found = sizes(theirs, _SIZES)
     return found | {
         "head_dim": found["d_model"] // found["n_heads"],
@@ -122,6 +130,7 @@ def written(model: GPT2Config, dtype: str, max_positions: int) -> dict[str, Any]
         "architectures": [GPT2],
         "model_type": "gpt2",
         **{theirs: getattr(model, ours) for theirs, ours in _SIZES.items()},
+        "n_ctx": model.max_seq_len,  # other programs read it
         "n_inner": model.d_ff,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": model.norm_eps,

@@ -59,6 +59,10 @@ class GptOssFormat(LlamaFormat):
         "swiglu_limit": (CLAMP,),
         "partial_rotary_factor": (1, None),
     }
+    READ: ClassVar[tuple[str, ...]] = (
+        "num_experts", "experts_per_token", "initial_context_length", *experts.READ,
+    )  # fmt: skip
+    QUANTISED: ClassVar[str] = "mxfp4"
     WRITTEN: ClassVar[Fields] = {
         "hidden_act": "silu", "attention_bias": True, "swiglu_limit": CLAMP,
     }  # fmt: skip
@@ -72,12 +76,6 @@ class GptOssFormat(LlamaFormat):
 
     def own_expected(self, theirs: Fields) -> dict[str, Any]:
         """The windows, and the experts."""
-        quantised = (theirs.get("quantization_config") or {}).get("quant_method", "mxfp4")
-        if quantised != "mxfp4":
-            raise ValueError(
-                f"has weights quantised by {quantised!r} but only 'mxfp4' can be read: take a "
-                f"checkpoint in that form, or in bfloat16."
-            )
         return {
             "sliding_window": theirs["sliding_window"],
             "global_every": 2,

@@ -9,13 +9,28 @@ transformers' default.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from jaxpipe.model import published
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.published import HuggingFaceTensor, architecture, check_only, of_text, sizes
+from jaxpipe.model.published import (
+    HuggingFaceTensor,
+    architecture,
+    check_known,
+    check_only,
+    check_quantised,
+    of_text,
+    sizes,
+)
 from jaxpipe.model.rope import huggingface as rope
 
 FULL, LOCAL = "full_attention", "sliding_attention"  # entries of `layer_types`
 Names = Mapping[str, HuggingFaceTensor]
 Fields = Mapping[str, Any]
+
+
+_READ = (
+    "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings",
+    "max_position_embeddings", "layer_types", "quantization_config", *rope.FIELDS,
+)  # fmt: skip
 
 
 class LlamaFormat:
@@ -28,6 +43,8 @@ class LlamaFormat:
       CHOICES: fields of `[model]` that have one value in all models of the architecture.
       ABSENT: features that the decoder lacks, and the values at which a checkpoint lacks them, too.
       WRITTEN: further fields of a config.json that have one value.
+      READ: further fields that are read, or have no effect.
+      QUANTISED: the way in which weights may be quantised.
     """
 
     ARCHITECTURES: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM",)
@@ -52,7 +69,7 @@ class LlamaFormat:
         "final_norm/scale": HuggingFaceTensor("model.norm.weight"),
         "head": HuggingFaceTensor(HEAD, transposed=True),
     }
-    BUFFERS: ClassVar[tuple[str, ...]] = (".rotary_emb.inv_freq",)  # in files of old versions
+    BUFFERS: ClassVar[tuple[str, ...]] = published.BUFFERS
     IMAGES: ClassVar[tuple[str, ...]] = ("vision_model.", "vision_tower.", "multi_modal_projector.")
     SIZES: ClassVar[Mapping[str, str]] = {
         "num_hidden_layers": "n_layers",
@@ -71,9 +88,10 @@ class LlamaFormat:
         "mlp_bias": (False,),
         "use_sliding_window": (False,),
         "partial_rotary_factor": (1, None),
-        "quantization_config": (None,),
     }
     WRITTEN: ClassVar[Fields] = {"hidden_act": "silu", "mlp_bias": False}
+    READ: ClassVar[tuple[str, ...]] = ()
+    QUANTISED: ClassVar[str] = "fp8"
 
     def describes(self, model: LlamaConfig) -> bool:
         """Whether the architecture has all choices of a model."""
@@ -102,6 +120,8 @@ class LlamaFormat:
         describes a model that the family does not support.
         """
         theirs = self.with_defaults(theirs)
+        check_quantised(theirs, self.QUANTISED)
+        check_known(theirs, {*_READ, *self.SIZES, *self.DEFAULTS, *self.ABSENT, *self.READ})
         own = self.own_expected(theirs)
         partial = {"partial_rotary_factor": rope.rope_fields(theirs).get("partial_rotary_factor")}
         check_only(partial | {**theirs}, self.ABSENT)

@@ -59,6 +59,10 @@ class Llama4Format(LlamaFormat):
         "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
         "attention_chunk_size": 8192, "no_rope_layer_interval": 4,
     }  # fmt: skip
+    READ: ClassVar[tuple[str, ...]] = (
+        "vision_config", "boi_token_index", "eoi_token_index", "image_token_index",
+        "router_jitter_noise", "router_aux_loss_coef",
+    )  # fmt: skip
     CHOICES: ClassVar[Fields] = {
         "qk_norm": False, "qkv_bias": False, "sliding_window": 0, "global_every": 0
     }  # fmt: skip

@@ -35,6 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
 }
+READ = "num_local_experts", "router_aux_loss_coef"
 # Hugging Face's name: jaxpipe's name.
 _CHOICES = {
     "num_experts": "n_experts",

@@ -7,6 +7,7 @@ Absent fields have transformers' defaults.
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpipe.model.published import check_known
 from jaxpipe.model.rope.config import SCALINGS, RotaryConfig
 
 # jaxpipe's name: Hugging Face's name, in the order in which both write them.
@@ -24,6 +25,12 @@ _NAMES = {
     "rope_mscale": "mscale",
     "rope_mscale_all_dim": "mscale_all_dim",
 }
+FIELDS = (  # of a config.json, that this module reads
+    "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings",
+)  # fmt: skip
+_KNOWN = {
+    *_NAMES.values(), "rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned",
+}  # fmt: skip
 # What an absent or null field means; other fields of a scaling have no default.
 _DEFAULTS = {
     "rope_beta_fast": 32.0,
@@ -62,6 +69,7 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
     positions in another way, or a field that has no default is missing.
     """
     rope = rope_fields(theirs)
+    check_known(rope, _KNOWN, " in its rope_scaling or rope_parameters")
     theta = {"rope_theta": rope.get("rope_theta", theirs.get("rope_theta")) or 10000.0}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -73,12 +81,10 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
         )
     longest = theirs.get("max_position_embeddings")
     defaults = _DEFAULTS | {"rope_original_positions": longest}
-    if kind == "longrope" and "original_max_position_embeddings" in theirs:  # as Phi-3 has it
-        rope = {
-            **rope,
-            _NAMES["rope_original_positions"]: theirs["original_max_position_embeddings"],
-        }
-    original = rope.get("original_max_position_embeddings")
+    original = theirs.get(_NAMES["rope_original_positions"])  # as Phi-3 has it
+    if kind in ("llama3", "yarn", "longrope") and original:
+        rope = {**rope, _NAMES["rope_original_positions"]: original}
+    original = rope.get(_NAMES["rope_original_positions"])
     if kind in ("yarn", "longrope") and longest and original:
         defaults["rope_factor"] = longest / original
     values = {}

@@ -38,6 +38,7 @@ class MixtralFormat(MistralFormat):
         "num_local_experts": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "bos_token_id": 1,
         "eos_token_id": 2,
     }  # fmt: skip
+    READ: ClassVar[tuple[str, ...]] = "num_experts", *experts.READ
     CHOICES: ClassVar[Fields] = {"qk_norm": False, "qkv_bias": False, "global_every": 0}
     ABSENT: ClassVar[dict[str, tuple[Any, ...]]] = {
         **LlamaFormat.ABSENT, "router_jitter_noise": (0.0, None)

@@ -21,6 +21,7 @@ class Qwen2Format(LlamaFormat):
     }
     DEFAULTS: ClassVar[Fields] = {"num_key_value_heads": 32}
     CHOICES: ClassVar[Fields] = {**LlamaFormat.CHOICES, "qkv_bias": True}
+    READ: ClassVar[tuple[str, ...]] = "sliding_window", "max_window_layers"  # without effect
     WRITTEN: ClassVar[Fields] = {
         "hidden_act": "silu", "use_sliding_window": False, "sliding_window": None
     }  # fmt: skip

@@ -20,6 +20,7 @@ class Qwen3Format(LlamaFormat):
     }
     DEFAULTS: ClassVar[Fields] = {"num_key_value_heads": 32, "head_dim": 128}
     CHOICES: ClassVar[Fields] = {**LlamaFormat.CHOICES, "qk_norm": True}
+    READ: ClassVar[tuple[str, ...]] = "sliding_window", "max_window_layers"  # without effect
     WRITTEN: ClassVar[Fields] = {
         "hidden_act": "silu", "use_sliding_window": False, "sliding_window": None
     }  # fmt: skip

@@ -18,6 +18,7 @@ class Qwen3MoeFormat(Qwen3Format):
     LAYER: ClassVar[Names] = {**Qwen3Format.LAYER, **experts.LAYER}
     FUSED: ClassVar[Names] = experts.FUSED
     DEFAULTS: ClassVar[Fields] = {"num_key_value_heads": 4, **experts.DEFAULTS}
+    READ: ClassVar[tuple[str, ...]] = *Qwen3Format.READ, *experts.READ
     CHOICES: ClassVar[Fields] = {
         "qk_norm": True, "qkv_bias": False, "sliding_window": 0, "global_every": 0
     }  # fmt: skip
