@@ -73,10 +73,10 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     from jaxpipe.inference.loaded_model import LoadedModel
     from jaxpipe.inference.saved_model import SavedModel
     from jaxpipe.inference.tasks import LONGEST, Tasks
-    from jaxpipe.inference.text import tokenizer_of
+    from jaxpipe.inference.text import tokenizer_of, with_tokenizer
 
-    saved = SavedModel.open(arguments.model)
-    tokenizer = tokenizer_of(saved, arguments.tokenizer)
+    saved = with_tokenizer(SavedModel.open(arguments.model), arguments.tokenizer)
+    tokenizer = tokenizer_of(saved)
     longest = saved.longest or LONGEST
     config = inference_config(saved.model, arguments.overrides, rows=_ROWS, longest=longest)
     names = _names(arguments.tasks)

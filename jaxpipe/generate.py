@@ -75,12 +75,12 @@ def generate(arguments: argparse.Namespace) -> None:
     from jaxpipe.inference.loaded_model import LoadedModel
     from jaxpipe.inference.sampling import Sampling
     from jaxpipe.inference.saved_model import SavedModel
-    from jaxpipe.inference.text import chat_prompt, encode_prompt, tokenizer_of
+    from jaxpipe.inference.text import chat_prompt, encode_prompt, tokenizer_of, with_tokenizer
 
-    saved = SavedModel.open(arguments.model)
-    tokenizer = tokenizer_of(saved, arguments.tokenizer)
+    saved = with_tokenizer(SavedModel.open(arguments.model), arguments.tokenizer)
+    tokenizer = tokenizer_of(saved)
     text, chat = arguments.prompt, arguments.chat
-    text = chat_prompt(saved, arguments.tokenizer, text) if chat else text
+    text = chat_prompt(saved, text) if chat else text
     prompt = encode_prompt(saved, tokenizer, text, special=not chat)
     room = saved.longest - len(prompt) if saved.longest else arguments.max_tokens
     tokens = min(arguments.max_tokens, room)

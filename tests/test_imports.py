@@ -15,7 +15,7 @@ ROWS = [
     {"model"},
     {"config"},
     {"runtime"},
-    {"parallel"},
+    {"parallel", "tokenizer"},
     {"pipeline", "optimizer"},
     {"planning"},
     {"checkpoint", "data"},

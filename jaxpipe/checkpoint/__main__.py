@@ -33,7 +33,7 @@ from jaxpipe.checkpoint.huggingface import (
 from jaxpipe.checkpoint.inspection import describe_checkpoint
 from jaxpipe.checkpoint.listing import find_newest
 from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
-from jaxpipe.checkpoint.serving import VOCABULARIES, ServingFiles
+from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.checkpoint.write_config import write_config
 from jaxpipe.config.arguments import SETTINGS, parse_commands
@@ -44,6 +44,7 @@ from jaxpipe.runtime import command
 from jaxpipe.runtime.directory import locked
 from jaxpipe.runtime.spool import local_folder
 from jaxpipe.runtime.storage import local_copy, open_path, written
+from jaxpipe.tokenizer.files import VOCABULARIES
 
 DTYPES = ("float32", "bfloat16", "float16")  # dtypes of exported weights
 
@@ -185,7 +186,13 @@ def _export(arguments: argparse.Namespace) -> None:
         )
         return
     if arguments.tokenizer:
-        serving = serving.with_tokenizer(local_copy(arguments.tokenizer), model.vocab_size)
+        known = serving.tokenizer.chat_templates
+        serving = serving.with_tokenizer(arguments.tokenizer, model.vocab_size)
+        if known and known != serving.tokenizer.chat_templates:
+            print(
+                f"the chat template is that of {arguments.tokenizer}; the run's is another one",
+                file=sys.stderr,
+            )
     longest = model.max_seq_len or max(serving.max_positions, config.train.seq_len)
     with written(arguments.out, last="config.json") as out:
         export_huggingface(
@@ -202,7 +209,8 @@ def _export(arguments: argparse.Namespace) -> None:
         missing.append("a token that ends text, without which generation does not stop")
     unknown = f"; not known: {' and '.join(missing)} (give --tokenizer DIR)" if missing else ""
     count, step = model.parameter_count(), checkpoint.meta["step"]
-    print(f"exported {count:,} parameters of step {step} to {arguments.out}{unknown}")
+    use = "; its tokenizer gives the bytes of UTF-8 as ids" * serving.tokenizer.is_bytes
+    print(f"exported {count:,} parameters of step {step} to {arguments.out}{use}{unknown}")
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

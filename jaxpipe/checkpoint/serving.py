@@ -8,30 +8,26 @@ checkpoint copies them into each of its own checkpoints.
 import base64
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from jaxpipe.config import ConfigError
+import msgspec
 
-GENERATION = "generation_config.json"
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-_ROLES = ("bos", "eos", "pad")
-VOCABULARIES = (
-    TOKENIZER, "tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "tiktoken.model",
-)  # fmt: skip
-_FILES = (
-    *VOCABULARIES,
-    TOKENIZER_CONFIG,
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "tokenization_*.py",  # code that tokenizer_config.json names
+from jaxpipe.config import ConfigError
+from jaxpipe.runtime.storage import open_path
+from jaxpipe.tokenizer.files import (
+    CONFIG,
+    GENERATION,
+    VOCABULARIES,
+    TokenizerFiles,
+    is_tokenizer_file,
 )
+from jaxpipe.tokenizer.tokens import read_tokens
+
+_ROLES = ("bos", "eos", "pad")
+_LARGEST = 256 << 20  # bytes of the tokenizer's files in a checkpoint's metadata
 
 TokenId = int | list[int]
 
@@ -55,6 +51,11 @@ class ServingFiles:
     files: dict[str, bytes] = field(default_factory=dict)
 
     @property
+    def tokenizer(self) -> TokenizerFiles:
+        """The tokenizer's files."""
+        return TokenizerFiles("the model", self.files)
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens at which generation stops; empty: none is known."""
         return tuple(_eos_of(self.generation) or _eos_of(self.token_ids))
@@ -65,11 +66,19 @@ class ServingFiles:
 
         It is BOS, or else EOS, of the tokenizer, or of config.json where the tokenizer has neither.
         """
-        for known in (_special_token_ids(self.files), self.token_ids):
+        for known in (_special_token_ids(self.tokenizer), self.token_ids):
             ids = _as_list(known.get("bos_token_id")) or _as_list(known.get("eos_token_id"))
             if ids:
                 return ids[0]
         return None
+
+    @property
+    def example_prompt(self) -> str:
+        """Arguments of `generate` that fit the tokenizer, for messages; "" if there is none."""
+        if self.tokenizer.chat_templates:
+            return "--chat --prompt Hello"
+        known = not {*VOCABULARIES}.isdisjoint(self.files)
+        return "--prompt 'def '" if self.tokenizer.is_bytes else "--prompt 'The '" * known
 
     @classmethod
     def read(cls, directory: Path, config: Mapping[str, Any]) -> Self:
@@ -78,21 +87,39 @@ class ServingFiles:
         `config` is its config.json with defaults filled in.
         """
         names = (f"{role}_token_id" for role in _ROLES)
+        files = TokenizerFiles.read(directory)
         return cls(
             token_ids={name: config[name] for name in names if config.get(name) is not None},
             max_positions=config.get("max_position_embeddings") or config.get("n_positions") or 0,
             dtype=config.get("dtype") or config.get("torch_dtype") or "",
-            generation=_read_json(directory / GENERATION),
-            files=_read_tokenizer_files(directory),
+            generation=files.json(GENERATION),
+            files=_without_generation(files),
         )
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Self:
-        """Unpack them from a checkpoint's metadata; all fields are unknown if it has none."""
-        fields = dict(meta.get("huggingface") or {})
-        files = fields.pop("files", {})
-        unpacked = {name: zlib.decompress(base64.b64decode(text)) for name, text in files.items()}
-        return cls(**fields, files=unpacked)
+        """Unpack them from a checkpoint's metadata; all fields are unknown if it has none.
+
+        Raises `ConfigError` for metadata that no checkpoint has: it may come from elsewhere.
+        """
+        packed = meta.get("huggingface") or {}
+        try:
+            found = msgspec.convert(packed, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"the checkpoint's metadata are wrong (huggingface: {error})."
+            ) from error
+        if unknown := packed.keys() - {one.name for one in fields(cls)}:
+            raise ConfigError(f"the checkpoint's metadata have an unknown field {min(unknown)!r}.")
+        files, room = {}, _LARGEST
+        for name, content in found.files.items():
+            if not is_tokenizer_file(name):
+                raise ConfigError(
+                    f"the checkpoint's metadata have a file {name!r}, which is none of a tokenizer."
+                )
+            files[name] = _decompress(name, content, room)
+            room -= len(files[name])
+        return replace(found, files=files)
 
     def as_meta(self) -> dict[str, Any]:
         """The metadata entry that `from_meta` reads; empty if nothing is known."""
@@ -104,62 +131,111 @@ class ServingFiles:
         }
         return {"huggingface": asdict(self) | {"files": packed}}
 
-    def with_tokenizer(self, directory: Path, vocab_size: int) -> Self:
-        """A copy with the tokenizer, token ids and sampling defaults of another directory.
+    def with_tokenizer(self, name: str | Path, vocab_size: int) -> Self:
+        """A copy with another tokenizer, and what it knows of token ids and sampling besides.
 
-        Raises `ConfigError` where the directory holds no tokenizer, or an id is not below
-        `vocab_size`.
+        EOS tokens are those of both. Its chat template and its sampling defaults stand before those
+        that are known. `name` is that of a tokenizer as `TokenizerFiles.read` takes it. Raises
+        `ConfigError` where there is no tokenizer, an id is not below `vocab_size`, or a known EOS
+        token has another id.
         """
-        files = _read_tokenizer_files(directory)
-        if not {*VOCABULARIES} & files.keys():
+        files = TokenizerFiles.read(name)
+        if not {*VOCABULARIES} & files.contents.keys():
             raise ConfigError(
-                f"{directory} holds no tokenizer ({', '.join(VOCABULARIES)}): give the directory "
+                f"{files.place} holds no tokenizer ({', '.join(VOCABULARIES)}): give the directory "
                 f"with the files that `save_pretrained` of a tokenizer wrote."
             )
-        config = directory / "config.json"
-        of_model = type(self).read(directory, _read_json(config)).token_ids
-        ids = _special_token_ids(files) | of_model
-        for name, token in ids.items():
+        tokens = read_tokens(files)
+        self._check_eos(tokens.ids, files)
+        config = {} if files.is_bytes else _read_config(files.place)
+        generation = files.json(GENERATION)
+        named, of_model = _special_token_ids(files), _token_ids(config, files)
+        ends = [*_eos_of(named), *_eos_of(of_model)]
+        copy = replace(
+            self,
+            token_ids=self.token_ids | named | of_model,
+            generation=self.generation | generation,
+            files=_without_generation(files),
+        )
+        copy = copy._with_eos(
+            [*_eos_of(self.token_ids), *ends],
+            [*self.eos_token_ids, *ends, *_eos_of(_token_ids(generation, files))],
+        )
+        for name, token in (copy.token_ids | _token_ids(copy.generation, files)).items():
             if max(_as_list(token)) >= vocab_size:
                 raise ConfigError(
-                    f"the tokenizer in {directory} has {name}={token}, but model.vocab_size="
+                    f"the tokenizer in {files.place} has {name}={token}, but model.vocab_size="
                     f"{vocab_size}: give the tokenizer that the model was trained with."
                 )
-        generation = _read_json(directory / GENERATION)
-        return replace(self, token_ids=ids, generation=generation, files=files)
+        known = self.tokenizer.chat_templates
+        return copy if not known or files.chat_templates else copy._with_templates(known)
 
-    def with_eos_tokens(self, tokens: Sequence[int], tokenizer: Path | None) -> Self:
-        """A copy in which `tokens` are EOS tokens too.
+    def with_data(
+        self,
+        files: TokenizerFiles,
+        vocab_size: int,
+        *,
+        ends: Sequence[int] = (),
+        starts: Sequence[int] = (),
+        has_chats: bool = False,
+    ) -> Self:
+        """A copy that knows what a run's training data know.
+
+        The tokenizer of the data is used where no other is known, or where it is the known one with
+        further tokens.
 
         Args:
-          tokens: that end documents or turns in the training data.
-          tokenizer: path of the training data's tokenizer.json, which is used if no other tokenizer
-            is known.
+          files: the tokenizer of the data; no files: it is not known.
+          vocab_size: of the model.
+          ends: tokens that end documents or turns, which become EOS tokens.
+          starts: tokens that start documents.
+          has_chats: whether the data have conversations, which `files` has the template of.
         """
-        copy = self
-        if not self.files and tokenizer is not None and tokenizer.is_file():
-            files = {TOKENIZER: tokenizer.read_bytes()}
-            described: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-            names = {number: name for name, number in _iterate_tokens(files)}
-            if tokens and tokens[0] in names:
-                described["eos_token"] = names[tokens[0]]
-            files[TOKENIZER_CONFIG] = json.dumps(described, indent=2).encode()
-            copy = replace(copy, files=files)
-        if not tokens:
-            return copy
-        ids = copy.token_ids | _join_eos([*_eos_of(copy.token_ids), *tokens])
-        generation = copy.generation and copy.generation | _join_eos([*copy.eos_token_ids, *tokens])
-        return replace(copy, token_ids=ids, generation=generation)
+        copy, known = self, self.tokenizer.chat_templates
+        if files.contents and self._is_extended_by(files):
+            copy = self.with_tokenizer(_with_config(files, ends), vocab_size)
+            known = known or files.chat_templates
+        if templates := files.chat_templates if has_chats else known:
+            copy = copy._with_templates(templates)
+        if starts and "bos_token_id" not in copy.token_ids:
+            copy = replace(copy, token_ids=copy.token_ids | {"bos_token_id": starts[0]})
+        return copy._with_eos([*_eos_of(copy.token_ids), *ends], [*copy.eos_token_ids, *ends])
+
+    def _is_extended_by(self, files: TokenizerFiles) -> bool:
+        if not self.files:
+            return True
+        own, others = read_tokens(self.tokenizer).ids, read_tokens(files).ids
+        return own.items() < others.items()
+
+    def _check_eos(self, ids: Mapping[str, int], files: TokenizerFiles) -> None:
+        """Raise `ConfigError` where another tokenizer has other ids for known EOS tokens."""
+        texts = {number: text for text, number in read_tokens(self.tokenizer).ids.items()}
+        for number in self.eos_token_ids:
+            text = texts.get(number)
+            if text is not None and ids.get(text, number) != number:
+                raise ConfigError(
+                    f"the tokenizer in {files.place} gives {text!r} the id {ids[text]}, but the "
+                    f"model ends a text with it as {number}: give the tokenizer that the model was "
+                    f"trained with."
+                )
+
+    def _with_templates(self, sources: Mapping[str, str]) -> Self:
+        if sources == self.tokenizer.chat_templates:
+            return self
+        return replace(self, files=dict(self.tokenizer.with_templates(sources).contents))
+
+    def _with_eos(self, ids: Iterable[int], all_ids: Iterable[int]) -> Self:
+        """A copy with these EOS tokens in config.json, and `all_ids` in generation_config.json."""
+        token_ids = self.token_ids | _join_eos(ids)
+        generation = self.generation and self.generation | _join_eos(all_ids)
+        return replace(self, token_ids=token_ids, generation=generation)
 
     def write(self, directory: Path) -> None:
         """Write the tokenizer's files and generation_config.json to a directory."""
         files = dict(self.files)
         if self.generation:
             files[GENERATION] = (json.dumps(self.generation, indent=2) + "\n").encode()
-        for name, content in files.items():
-            path = directory / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(content)
+        TokenizerFiles(self.tokenizer.place, files).write(directory)
 
 
 def _as_list(token: TokenId | None) -> list[int]:
@@ -170,55 +246,62 @@ def _eos_of(fields: Mapping[str, Any]) -> list[int]:
     return _as_list(fields.get("eos_token_id"))
 
 
-def _join_eos(ids: list[int]) -> dict[str, TokenId]:
+def _join_eos(ids: Iterable[int]) -> dict[str, TokenId]:
     """The field `eos_token_id` of these ids: a list, or a number if there is only one."""
     ids = list(dict.fromkeys(ids))
-    return {"eos_token_id": ids if len(ids) > 1 else ids[0]}
+    return {"eos_token_id": ids if len(ids) > 1 else ids[0]} if ids else {}
 
 
-def _read_tokenizer_files(directory: Path) -> dict[str, bytes]:
-    paths = [path for pattern in _FILES for path in sorted(directory.glob(pattern))]
-    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
-
-
-def _special_token_ids(files: Mapping[str, bytes]) -> dict[str, TokenId]:
-    """The ids of the BOS, EOS and padding tokens that tokenizer_config.json names."""
-    described, ids = _parse_file(files, TOKENIZER_CONFIG), dict(_iterate_tokens(files))
-    special_ids: dict[str, TokenId] = {}
-    for role in _ROLES:
-        token = described.get(f"{role}_token")
-        name = token.get("content") if isinstance(token, dict) else token
-        if name in ids:
-            special_ids[f"{role}_token_id"] = ids[name]
-    return special_ids
-
-
-def _iterate_tokens(files: Mapping[str, bytes]) -> Iterator[tuple[str, int]]:
-    """Yield (name, id) of every token of a tokenizer, added tokens last."""
-    whole = _parse_file(files, TOKENIZER)
-    vocabulary = whole.get("model", {}).get("vocab", {})
-    if isinstance(vocabulary, list):  # a SentencePiece unigram model: [name, score] by id
-        vocabulary = {name: number for number, (name, _) in enumerate(vocabulary)}
-    yield from (vocabulary or _parse_file(files, "vocab.json")).items()
-    yield from _parse_file(files, "added_tokens.json").items()
-    for number, token in (
-        _parse_file(files, TOKENIZER_CONFIG).get("added_tokens_decoder", {}).items()
-    ):
-        yield token["content"], int(number)
-    yield from ((token["content"], token["id"]) for token in whole.get("added_tokens", ()))
-
-
-def _parse_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    return _decode(files[name], name) if name in files else {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty where the file does not exist."""
-    return _decode(path.read_bytes(), str(path)) if path.is_file() else {}
-
-
-def _decode(content: bytes, name: str) -> dict[str, Any]:
+def _token_ids(fields: Mapping[str, Any], files: TokenizerFiles) -> dict[str, TokenId]:
+    """The token ids among the fields of config.json or generation_config.json."""
+    found = {name: fields.get(name) for name in (f"{role}_token_id" for role in _ROLES)}
     try:
-        return dict(json.loads(content))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{name} is not a JSON object ({error}): correct it.") from error
+        known = {name: token for name, token in found.items() if token is not None and token != []}
+        return msgspec.convert(known, dict[str, TokenId])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"a token id beside {files.place} is no number: {error}.") from error
+
+
+def _special_token_ids(files: TokenizerFiles) -> dict[str, TokenId]:
+    """The ids of the BOS, EOS and padding tokens that a tokenizer's files name."""
+    tokens = read_tokens(files)
+    texts = {f"{role}_token_id": tokens.named.get(f"{role}_token") for role in _ROLES}
+    return {name: tokens.ids[text] for name, text in texts.items() if text in tokens.ids}
+
+
+def _with_config(files: TokenizerFiles, ends: Sequence[int]) -> TokenizerFiles:
+    """Return files with a tokenizer_config.json, from which transformers knows the EOS token."""
+    if CONFIG in files.contents:
+        return files
+    fields: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    texts = {number: text for text, number in read_tokens(files).ids.items()}
+    if ends and ends[0] in texts:
+        fields["eos_token"] = texts[ends[0]]
+    described = {CONFIG: json.dumps(fields, indent=2).encode()}
+    return TokenizerFiles(files.place, {**files.contents, **described})
+
+
+def _without_generation(files: TokenizerFiles) -> dict[str, bytes]:
+    return {name: content for name, content in files.contents.items() if name != GENERATION}
+
+
+def _read_config(folder: str) -> dict[str, Any]:
+    """Read the config.json of a model's directory; empty where there is none."""
+    path = open_path(folder) / "config.json"
+    contents = {path.name: path.read_bytes()} if path.is_file() else {}
+    return TokenizerFiles(folder, contents).json(path.name)
+
+
+def _decompress(name: str, content: bytes, room: int) -> bytes:
+    """Decompress a file. Raises `ConfigError` where it is larger than `room`, or damaged."""
+    try:
+        stream = zlib.decompressobj()
+        found = stream.decompress(content, room + 1)
+    except zlib.error as error:
+        raise ConfigError(f"{name} in the checkpoint's metadata is damaged ({error}).") from error
+    if len(found) > room:
+        raise ConfigError(
+            f"{name} in the checkpoint's metadata has more bytes than tokenizers have "
+            f"({_LARGEST >> 20} MiB): the metadata are not ones that jaxpipe wrote."
+        )
+    return found

@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from datetime import date
 
 from rich.console import Console
 
@@ -81,6 +82,10 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="read messages only, written by the tokenizer's chat template instead of ChatML",
     )  # fmt: skip
     making.add_argument(
+        "--date", default="", type=_date, metavar="YYYY-MM-DD",
+        help="the present in chat templates; default: the day on which the folder was begun",
+    )  # fmt: skip
+    making.add_argument(
         "--pairs", action="store_true",
         help="read a prompt with a chosen and a rejected answer from each record, for train.loss="
         "dpo",
@@ -107,6 +112,13 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _date(text: str) -> str:
+    try:
+        return text and date.fromisoformat(text).isoformat()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no date like 2026-01-31") from error
+
+
 def _positive_number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is no number of 1 or more")
@@ -118,6 +130,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
         tokenizer=arguments.tokenizer,
         eod=arguments.eod,
         bos=arguments.bos,
+        date=arguments.date,
         chat=arguments.chat,
         pairs=arguments.pairs,
         field=arguments.field,

@@ -14,24 +14,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from jaxpipe.config import ConfigError, first_line
+from jaxpipe.data.limits import bounded
 from jaxpipe.data.optional import import_optional
 from jaxpipe.data.records import ChatMessage, ConversationWriter, Passages
-from jaxpipe.data.tokenizing import (
-    BYTES,
-    TOKENIZER_CONFIG,
-    Tokenizer,
-    read_json,
-    tokenizer_file,
-)
+from jaxpipe.data.tokenizing import Tokenizer
+from jaxpipe.tokenizer.files import CONFIG, TEMPLATE, TokenizerFiles
+from jaxpipe.tokenizer.tokens import read_tokens
 
-_TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
-_PROCESSOR_TEMPLATE = "chat_template.json"
+_CHATML = (  # what `records.ChatML` writes
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + "
+    "'<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+_LONGEST_POWER = 4096  # bits
+_SECONDS, _MEMORY = 10.0, 1 << 30  # that a template may take for one conversation, memory in bytes
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # `{% generation %}` writes these marks around its text. They are random: no document has them.
 _BEGIN, _END = (f"<{edge}{secrets.token_hex(16)}>" for edge in ("", "/"))
@@ -44,14 +45,21 @@ class ChatTemplate(msgspec.Struct, frozen=True):
     Attributes:
       sources: Jinja by name: `default`, and perhaps `tool_use` for conversations with tools.
       special_tokens: the text of `bos_token`, `eos_token` and other named tokens.
+      date: that `strftime_now` writes, as YYYY-MM-DD; "": the present.
     """
 
     sources: dict[str, str]
     special_tokens: dict[str, str]
+    date: str = ""
 
     def keys(self, has_tools: bool) -> frozenset[str]:
         """Return the names of variables and keys that the template reads."""
         return _compile(self._source(has_tools)).names
+
+    @property
+    def reads_date(self) -> bool:
+        """Whether a template writes the present date."""
+        return any("strftime_now" in _compile(source).names for source in self.sources.values())
 
     def write(self, messages: list[ChatMessage], tools: list[Any]) -> Passages:
         """Write a conversation, in which the text of `{% generation %}` counts.
@@ -77,7 +85,9 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         return _MARKS.sub("", text)
 
     def _variables(self, tools: list[Any]) -> dict[str, Any]:
-        return self.special_tokens | {"tools": tools or None, "documents": None}
+        now = datetime.fromisoformat(self.date) if self.date else datetime.now()
+        known = {"tools": tools or None, "documents": None, "strftime_now": now.strftime}
+        return self.special_tokens | known
 
     def _source(self, has_tools: bool) -> str:
         default = self.sources["default"]
@@ -96,11 +106,12 @@ def _render(
 ) -> str:
     """Return the text of messages. Raises `ValueError` where the template raises anything."""
     try:
-        return template.render(
-            messages=[message.values for message in messages],
-            add_generation_prompt=generation_prompt,
-            **variables,
-        )
+        with bounded(_SECONDS, _MEMORY):
+            return template.render(
+                messages=[message.values for message in messages],
+                add_generation_prompt=generation_prompt,
+                **variables,
+            )
     except Exception as error:  # templates raise TemplateError, and what their expressions raise
         raise ValueError(
             f"the chat template refuses its first {len(messages)} messages ({first_line(error)})"
@@ -171,11 +182,26 @@ def _compile(source: str) -> _Compiled:
     jinja2 = import_optional("jinja2", "a chat template")
     environment = _environment()
     try:
-        template, tree = environment.from_string(source), environment.parse(source)
+        with bounded(_SECONDS, _MEMORY):  # compiling computes constant expressions
+            template, tree = environment.from_string(source), environment.parse(source)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
             f"the tokenizer's chat template is wrong in line {error.lineno} ({first_line(error)}): "
             f"correct it."
+        ) from error
+    except (
+        ArithmeticError,
+        LookupError,
+        MemoryError,
+        RecursionError,
+        RuntimeError,
+        TimeoutError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise ConfigError(
+            f"the tokenizer's chat template cannot be compiled ({type(error).__name__}: "
+            f"{first_line(error)}): correct it."
         ) from error
     names = import_optional("jinja2.meta", "a chat template").find_undeclared_variables(tree)
     names |= {node.attr for node in tree.find_all(jinja2.nodes.Getattr)}
@@ -219,12 +245,20 @@ def _environment() -> Any:
             sort_keys=sort_keys,
         )
 
-    environment = sandbox.ImmutableSandboxedEnvironment(
+    class Sandbox(sandbox.ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            """Compute a power, unless it has so many digits that no limit of time stops it."""
+            if abs(right) * max(abs(left), 2).bit_length() > _LONGEST_POWER:
+                raise OverflowError(f"{left}**{right} is too large")
+            return left**right
+
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, extensions.loopcontrols]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
@@ -244,52 +278,25 @@ def find_end_of_turn(writer: ConversationWriter, tokenizer: Tokenizer) -> int | 
     return next((token for token in after.ids.tolist() if tokenizer.mark_of(token)), None)
 
 
-def find_chat_template(name: str) -> Path | None:
-    """Return the file with the chat template of a tokenizer, if it has one."""
-    if name == BYTES:
-        return None
-    folder = tokenizer_file(name).parent
-    for file in (folder / _TEMPLATE, folder / _PROCESSOR_TEMPLATE, folder / TOKENIZER_CONFIG):
-        if file.suffix == ".jinja" and file.exists():
-            return file
-        if file.suffix == ".json" and read_json(file).get("chat_template"):
-            return file
-    return None
-
-
-def load_chat_template(name: str) -> ChatTemplate:
+def load_chat_template(name: str | TokenizerFiles, date: str = "") -> ChatTemplate:
     """Load the chat template of a tokenizer, whose name is as for `load_tokenizer`.
 
-    Raises `ConfigError` where there is none, or it is no Jinja.
+    `date` is that of `ChatTemplate`. Raises `ConfigError` where there is no template, or it is no
+    Jinja.
     """
-    file = find_chat_template(name)
-    if file is None:
+    files = TokenizerFiles.read(name)
+    sources = files.chat_templates
+    if not sources:
         raise ConfigError(
-            f"the tokenizer {name} has no chat template: give one that has {_TEMPLATE} or "
-            f"chat_template in {TOKENIZER_CONFIG}, or leave out --chat, which writes ChatML."
+            f"the tokenizer {files.place} has no chat template: give one that has {TEMPLATE} or "
+            f"chat_template in {CONFIG}, or leave out --chat, which writes ChatML."
         )
-    folder = file.parent
-    if file.suffix == ".jinja":
-        more = sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))
-        sources = {path.stem: path.read_text("utf-8") for path in more}
-        sources["default"] = file.read_text("utf-8")
-    else:
-        templates = read_json(file)["chat_template"]
-        if isinstance(templates, str):
-            templates = [{"name": "default", "template": templates}]
-        try:
-            sources = {str(one["name"]): str(one["template"]) for one in templates}
-        except (TypeError, KeyError):
-            sources = {}
-    if "default" not in sources:
-        raise ConfigError(f"{file} has no chat template with the name default: name one so.")
-    named = read_json(folder / "special_tokens_map.json") | read_json(folder / TOKENIZER_CONFIG)
-    tokens = {
-        key: value["content"] if isinstance(value, dict) else value
-        for key, value in named.items()
-        if key.endswith("_token") and isinstance(value, str | dict)
-    }
-    template = ChatTemplate(sources, tokens)
+    template = ChatTemplate(sources, dict(read_tokens(files).named), date)
     for has_tools in (False, True):
         template.keys(has_tools)  # compiles it
     return template
+
+
+def sources_of(writer: ConversationWriter) -> dict[str, str]:
+    """Return the chat templates, by name, that write what a writer writes."""
+    return writer.sources if isinstance(writer, ChatTemplate) else {"default": _CHATML}

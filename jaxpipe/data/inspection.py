@@ -12,7 +12,8 @@ from rich.text import Text
 from jaxpipe.config import ConfigError
 from jaxpipe.data.manifest import MANIFEST, FolderManifest, read_manifest
 from jaxpipe.data.token_files import open_documents
-from jaxpipe.data.tokenizing import BYTES, TOKENIZER, load_tokenizer
+from jaxpipe.data.tokenizing import load_tokenizer
+from jaxpipe.tokenizer.files import BYTES
 
 _BAR = 40  # characters of the longest bar
 _SHOWN = 400  # characters shown of a document
@@ -30,8 +31,7 @@ def describe_folder(folder: Path, documents: int) -> Iterator[RenderableType]:
     yield _build_histogram(manifest)
     first = manifest.shards[0]
     opened = open_documents(str(folder / f"{first.name}.bin"), manifest.largest_id + 1)
-    name = BYTES if manifest.tokenizer.digest == BYTES else str(folder / TOKENIZER)
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(BYTES if manifest.tokenizer.digest == BYTES else str(folder))
     for number in range(min(documents, first.documents)):
         ids, counted = opened.tokens(number), opened.counted(number)
         yield Text(f"\ndocument {number}, {len(ids):,} tokens", style="bold")

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import msgspec
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.manifest import JOURNAL, HistogramBin, ShardEntry
+from jaxpipe.data.manifest import JOURNAL, MANIFEST, HistogramBin, ShardEntry, read_manifest
 from jaxpipe.data.writing import replace_atomically
 
 _SHARD = re.compile(r"\d{6,}\.(bin|idx|mask)")
@@ -33,6 +33,7 @@ class PieceResult(msgspec.Struct, frozen=True):
     bad: int  # documents that could not be read
     unlearned: int = 0  # documents without a token that counts in the loss
     chats: int = 0  # records with messages
+    date: str = ""  # that the chat template took for the present
 
 
 @contextmanager
@@ -80,6 +81,14 @@ def open_journal(
                         path.unlink(missing_ok=True)
             raise
     (folder / JOURNAL).unlink()
+
+
+def read_date(folder: Path) -> str:
+    """Return the date with which a folder was begun, which a continued preparation keeps; or ""."""
+    if (folder / JOURNAL).exists() or not (folder / MANIFEST).exists():
+        return next((one.date for one in _read_journal(folder)), "")
+    manifest = read_manifest(folder)
+    return manifest.date if manifest else ""
 
 
 def is_unfinished(file: Path) -> bool:

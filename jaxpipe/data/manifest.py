@@ -38,8 +38,8 @@ class ShardEntry(msgspec.Struct, frozen=True):
 class TokenizerEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """The tokenizer of a prepared folder."""
 
-    name: str  # "bytes", or the name of its file or directory; the folder has a copy of the file
-    digest: str
+    name: str  # "bytes", or the name of its file or directory; the folder has its files
+    digest: str  # of what its ids depend on
     vocab_size: int
     eod: int | None  # id appended to every document
     bos: tuple[int, ...] = ()  # ids put before every document
@@ -62,6 +62,8 @@ class FolderManifest(msgspec.Struct, frozen=True, kw_only=True):
     unlearned: int = 0  # documents left out because none of their tokens counts in the loss
     origin: str  # digest of the inputs and options
     pairs: bool = False  # whether documents 2 i and 2 i + 1 are the answers of a pair
+    date: str = ""  # that chat templates took for the present
+    chats: int = 0  # records with messages; the folder has the chat template that wrote them
     end_of_turn: int | None = None  # id at the end of the assistant's messages, if it has such
     shards: tuple[ShardEntry, ...]
 

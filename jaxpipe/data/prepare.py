@@ -7,8 +7,8 @@ not on the number of processes or on how often they were killed.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -16,16 +16,15 @@ import msgspec
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxpipe.config import ConfigError
 from jaxpipe.data.chat_templates import (
     ChatTemplate,
-    find_chat_template,
     find_end_of_turn,
     load_chat_template,
+    sources_of,
 )
-from jaxpipe.data.journal import PieceResult, is_unfinished, lock_folder, open_journal
+from jaxpipe.data.journal import PieceResult, is_unfinished, lock_folder, open_journal, read_date
 from jaxpipe.data.manifest import (
     JOURNAL,
     MANIFEST,
@@ -37,19 +36,18 @@ from jaxpipe.data.manifest import (
 )
 from jaxpipe.data.pairs import OF_PAIR
 from jaxpipe.data.pieces import InputPiece, divide_files, list_input_files
+from jaxpipe.data.progress import show_progress
 from jaxpipe.data.readers import DocumentReader
 from jaxpipe.data.records import ChatML, ConversationWriter, Passages, RecordConverter
 from jaxpipe.data.tokenizing import (
-    BYTES,
-    TOKENIZER,
     Tokenizer,
     describe_chat_fault,
     describe_tokenizer,
     load_tokenizer,
-    tokenizer_file,
 )
 from jaxpipe.data.workers import Report, run_workers
 from jaxpipe.data.writing import DocumentBatch, replace_atomically, sync_folder, write_shard
+from jaxpipe.tokenizer.files import TokenizerFiles
 
 _BATCH = 1 << 18  # characters tokenised per call
 _FORM = 3  # version of the output; increase it if the same text gives other ids or another mask
@@ -61,6 +59,7 @@ class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str  # see `load_tokenizer`
     eod: str = ""  # see `describe_tokenizer`; with `chat` empty is none: templates write the end
     bos: str = ""  # see `describe_tokenizer`; with `chat` empty is none: templates write it
+    date: str = ""  # YYYY-MM-DD that chat templates take for the present; empty: of the first start
     chat: bool = False  # read messages only, and write them by the tokenizer's chat template
     pairs: bool = False  # a record has two answers to one prompt; each is a document
     field: str = ""  # see `RecordConverter`
@@ -94,33 +93,38 @@ def prepare(
         )
     pieces = divide_files(files, options.piece_size)
     eod, bos = (named or "none" * options.chat for named in (options.eod, options.bos))
-    tokenizer = load_tokenizer(options.tokenizer)
-    template = load_chat_template(options.tokenizer) if options.chat else None
-    writer = template or ChatML(describe_chat_fault(options.tokenizer, tokenizer))
-    entry = describe_tokenizer(options.tokenizer, tokenizer, eod, bos)
-    keys = [_piece_key(piece, options, entry, template) for piece in pieces]
+    known = TokenizerFiles.read(options.tokenizer)
+    tokenizer = load_tokenizer(known)
+    date = options.date or read_date(folder) or datetime.now().strftime("%Y-%m-%d")
+    template = load_chat_template(known, date) if options.chat else None
+    writer = template or ChatML(describe_chat_fault(known, tokenizer))
+    entry = describe_tokenizer(known, tokenizer, eod, bos)
+    keys = [_piece_key(piece, options, entry, template, known.digest) for piece in pieces]
     origin = hashlib.blake2b(" ".join(keys).encode(), digest_size=16).hexdigest()
     with lock_folder(folder):
         if manifest := _read_finished(folder, origin):
             return manifest
         with open_journal(folder, keys, options.skip_bad_lines) as (journal, done):
             remaining = [piece for piece in pieces if piece.number not in done]
-            unused = None if template else find_chat_template(options.tokenizer)
-            work = partial(write_piece, options=options, entry=entry, writer=writer, folder=folder)
+            unused = None if template else known.chat_templates
+            work = partial(
+                write_piece, options=options, known=known, entry=entry, writer=writer, folder=folder
+            )
             with (
                 run_workers(min(processes, len(remaining)), work, iter(remaining)) as results,
-                _show_progress(pieces, remaining, console) as show,
+                show_progress(pieces, remaining, console) as show,
             ):
                 for is_result, value in results:
                     if is_result:
-                        one = msgspec.structs.replace(value, key=keys[value.piece])
+                        one = msgspec.structs.replace(value, key=keys[value.piece], date=date)
                         journal.write(msgspec.json.encode(one) + b"\n")
                         os.fsync(journal.fileno())
                         done[one.piece] = one
                         if one.chats and unused:
                             _print_sentence(
                                 console,
-                                f"messages are written in ChatML, not by {unused}: --chat uses it",
+                                "messages are written in ChatML, not by the tokenizer's chat "
+                                "template: --chat uses it",
                             )
                             unused = None  # print it only once
                     else:
@@ -128,13 +132,14 @@ def prepare(
             results = [done[piece.number] for piece in pieces]
             has_chats = any(one.chats for one in results)
             manifest = _build_manifest(
-                results, entry, origin, pairs=options.pairs,
+                results, entry, origin, pairs=options.pairs, date=date,
                 end_of_turn=find_end_of_turn(writer, tokenizer) if has_chats else None,
             )  # fmt: skip
             if not manifest.documents:
                 what = "that counts in the loss " if manifest.unlearned else ""
                 raise ConfigError(f"there is no text {what}in the inputs of {folder}: give others.")
-            _complete_folder(folder, manifest, options.tokenizer)
+            kept = known.with_templates(sources_of(writer)) if has_chats else known
+            _complete_folder(folder, manifest, kept)
     return manifest
 
 
@@ -143,12 +148,13 @@ def write_piece(
     report: Report,
     *,
     options: PrepareOptions,
+    known: TokenizerFiles,
     entry: TokenizerEntry,
     writer: ConversationWriter,
     folder: Path,
 ) -> PieceResult:
     """Write a piece to its shard, and report input bytes and tokens as they are processed."""
-    tokenizer, read, empty, unlearned = _loaded(options.tokenizer), 0, 0, 0
+    tokenizer, read, empty, unlearned = _loaded(known), 0, 0, 0
     together = OF_PAIR if options.pairs else 1
 
     def advance(size: int) -> None:
@@ -169,7 +175,8 @@ def write_piece(
                 yield batch
 
     ignored = frozenset(options.ignored)
-    records = RecordConverter(options.field, ignored, writer, options.chat, options.pairs)
+    reserved = chr(entry.eod) if known.is_bytes and entry.eod is not None else ""
+    records = RecordConverter(options.field, ignored, writer, options.chat, options.pairs, reserved)
     reader = DocumentReader(records, options.skip_bad_lines, advance)
     dtype = np.dtype("<u2" if entry.vocab_size <= 1 << 16 else "<i4")
     written = write_shard(folder, f"{piece.number:06d}", dtype, batches())
@@ -253,11 +260,20 @@ def _join_files(files: list[Path]) -> str:
 
 
 def _piece_key(
-    piece: InputPiece, options: PrepareOptions, entry: TokenizerEntry, template: ChatTemplate | None
+    piece: InputPiece,
+    options: PrepareOptions,
+    entry: TokenizerEntry,
+    template: ChatTemplate | None,
+    digest: str,
 ) -> str:
-    """Return a digest of what a shard depends on: inputs with mtimes, options and tokenizer."""
+    """Return a digest of what a shard depends on: inputs with mtimes, options and tokenizer.
+
+    `digest` is that of all of the tokenizer's files.
+    """
+    if template and not template.reads_date:
+        template = msgspec.structs.replace(template, date="")
     files = [(part, Path(part.path).stat().st_mtime_ns) for part in piece.parts]
-    known = [_FORM, files, options.field, options.ignored, entry]
+    known = [_FORM, files, options.field, options.ignored, entry, digest]
     known += [template] * bool(template) + ["pairs"] * options.pairs
     return hashlib.blake2b(msgspec.json.encode(known), digest_size=16).hexdigest()
 
@@ -281,11 +297,12 @@ def _read_finished(folder: Path, origin: str) -> FolderManifest | None:
     return None
 
 
-def _complete_folder(folder: Path, manifest: FolderManifest, tokenizer: str) -> None:
-    """Write the tokenizer's copy and the manifest, which make the folder complete."""
-    if tokenizer != BYTES:
-        with replace_atomically(folder / TOKENIZER) as file:
-            file.write(tokenizer_file(tokenizer).read_bytes())
+def _complete_folder(folder: Path, manifest: FolderManifest, known: TokenizerFiles) -> None:
+    """Write the tokenizer's files and the manifest, which make the folder complete."""
+    for name, content in known.contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        with replace_atomically(folder / name) as file:
+            file.write(content)
     with replace_atomically(folder / MANIFEST) as file:
         file.write(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
     sync_folder(folder)
@@ -297,6 +314,7 @@ def _build_manifest(
     origin: str,
     *,
     pairs: bool,
+    date: str,
     end_of_turn: int | None,
 ) -> FolderManifest:
     shards = tuple(one.shard for one in done if one.shard)
@@ -314,31 +332,8 @@ def _build_manifest(
         unlearned=sum(one.unlearned for one in done),
         origin=origin,
         pairs=pairs,
+        date=date,
+        chats=sum(one.chats for one in done),
         end_of_turn=end_of_turn,
         shards=shards,
     )
-
-
-@contextmanager
-def _show_progress(
-    pieces: list[InputPiece], remaining: list[InputPiece], console: Console
-) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar; yields the function that adds input bytes and tokens to it."""
-    columns = (
-        TextColumn("preparing"),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f} %  {task.fields[rate]:,.0f} tokens/s  ETA"),
-        TimeRemainingColumn(),
-    )
-    tokens, before = 0, sum(piece.size for piece in pieces) - sum(piece.size for piece in remaining)
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("", total=sum(piece.size for piece in pieces), completed=before, rate=0)
-
-        def show(size: int, more: int) -> None:
-            nonlocal tokens
-            tokens += more
-            seconds = bar.tasks[task].elapsed or 1
-            bar.update(task, advance=size, rate=tokens / seconds)
-
-        yield show

@@ -97,6 +97,7 @@ class RecordConverter:
       writer: writes messages.
       only_chats: whether records without messages are refused.
       pairs: whether a record has two answers to one prompt.
+      reserved: text that no document may have; empty: none.
       chats: number of records with messages so far.
     """
 
@@ -105,16 +106,19 @@ class RecordConverter:
     writer: ConversationWriter = ChatML()
     only_chats: bool = False
     pairs: bool = False
+    reserved: str = ""
     chats: int = 0
 
     def documents(self, record: Any) -> list[Passages]:
         """Return the passages of each document of a record: one, or those of both answers.
 
-        Raises what `passages` does, and `ValueError` for a record that is no pair.
+        Raises what `passages` does, and `ValueError` for one that is no pair or has `reserved`.
         """
-        if not self.pairs:
-            return [self.passages(record)]
-        return [self.passages(answer) for answer in answers_of(record)]
+        answers = answers_of(record) if self.pairs else [record]
+        documents = [self.passages(answer) for answer in answers]
+        if self.reserved and any(self.reserved in text for one in documents for text, _ in one):
+            raise ValueError(f"its text has {self.reserved!r}, which ends documents (--eod)")
+        return documents
 
     def passages(self, record: Any) -> Passages:
         """Return the passages of a record; none where its fields are null.

@@ -17,10 +17,10 @@ from jaxpipe.data.manifest import TokenizerEntry
 from jaxpipe.data.optional import import_optional
 from jaxpipe.data.records import MARKS, Passages
 from jaxpipe.data.spans import byte_widths, loss_mask_by_bytes, loss_mask_by_offsets
-from jaxpipe.runtime.storage import local_copy
+from jaxpipe.tokenizer.classes import check_fields
+from jaxpipe.tokenizer.files import BYTES, CONFIG, TOKENIZER, TokenizerFiles
+from jaxpipe.tokenizer.tokens import read_tokens
 
-BYTES = "bytes"
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 
@@ -139,28 +139,15 @@ class FileTokenizer:
         return token.content if token is not None and token.special else ""
 
 
-def tokenizer_file(name: str | Path) -> Path:
-    """Return the `tokenizer.json` of a path: the path itself, or the file in a model's directory.
+def load_tokenizer(name: str | TokenizerFiles) -> Tokenizer:
+    """Load a tokenizer: `bytes`, a `tokenizer.json`, its directory, or the files of one.
 
-    One at an address is copied to this machine. Raises `ConfigError` where there is none.
+    Raises `ConfigError` where they cannot be read, or `tokenizers` is not installed.
     """
-    path = local_copy(name)
-    file = path / TOKENIZER if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(
-            f"{file} does not exist: give a {TOKENIZER}, a model's directory with one, or 'bytes'."
-        )
-    return file
-
-
-def load_tokenizer(name: str) -> Tokenizer:
-    """Load a tokenizer: `bytes`, or the path of a `tokenizer.json` or of a model's directory.
-
-    Raises `ConfigError` where it cannot be read, or `tokenizers` is not installed.
-    """
-    if name == BYTES:
+    files = TokenizerFiles.read(name)
+    if files.is_bytes:
         return ByteTokenizer()
-    tokenizer = read_tokenizer(str(tokenizer_file(name)))
+    tokenizer = read_tokenizer(files)
     example = tokenizer.encode("a")
     special = zip(example.ids, example.special_tokens_mask)
     prefix = tuple(number for number, _ in takewhile(itemgetter(1), special))
@@ -169,41 +156,52 @@ def load_tokenizer(name: str) -> Tokenizer:
     return FileTokenizer(tokenizer, prefix)
 
 
-def read_tokenizer(name: str, content: bytes | None = None) -> Any:
-    """Read a `tokenizers.Tokenizer` from the file `name`, or from the content of one.
+def read_tokenizer(files: TokenizerFiles) -> Any:
+    """Return a `tokenizers.Tokenizer` whose ids are those of transformers' `AutoTokenizer`.
 
-    Raises `ConfigError` where it cannot be read, or `tokenizers` is not installed.
+    Raises `ConfigError` where the files cannot be read, disagree or have a setting that is not
+    understood, or `tokenizers` is not installed.
     """
-    made = import_optional("tokenizers", f"the tokenizer {name}").Tokenizer
+    library = import_optional("tokenizers", f"the tokenizer {files.place}")
+    if TOKENIZER not in files.contents:
+        raise ConfigError(
+            f"{files.place} has no {TOKENIZER}: give one, a model's directory with one, or 'bytes'."
+        )
+    check_fields(files)
+    tokens = read_tokens(files)
     try:
-        tokenizer = made.from_file(name) if content is None else made.from_buffer(content)
+        tokenizer = library.Tokenizer.from_buffer(files.contents[TOKENIZER])
+        tokenizer.add_tokens([library.AddedToken(**token) for token in tokens.added])
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(
-            f"{name} is no tokenizer that this version of tokenizers reads ({first_line(error)}): "
-            f"give another."
+            f"{TOKENIZER} of {files.place} is no tokenizer that this version of tokenizers reads "
+            f"({first_line(error)}): give another."
         ) from error
+    tokenizer.encode_special_tokens = bool(files.json(CONFIG).get("split_special_tokens"))
     tokenizer.no_truncation()  # some files set truncation and padding to a fixed length
     tokenizer.no_padding()
     return tokenizer
 
 
-def describe_tokenizer(name: str, tokenizer: Tokenizer, eod: str, bos: str) -> TokenizerEntry:
+def describe_tokenizer(
+    files: TokenizerFiles, tokenizer: Tokenizer, eod: str, bos: str
+) -> TokenizerEntry:
     """Return the manifest's entry of a tokenizer.
 
     `eod` is the id or the name of the token that ends a document, `none` for no such token, or
-    empty for the eos in `tokenizer_config.json`, else the first known token of `_EOS_NAMES`.
+    empty for the eos in the tokenizer's files, else the first known token of `_EOS_NAMES`.
     `bos` is the token that starts one, in the same way; empty for the tokenizer's own `prefix`.
 
     Raises `ConfigError` where there is no such token.
     """
-    if name == BYTES:
-        digest, known = BYTES, {"eos_token": "\0"}
+    if files.is_bytes:
+        digest, named = BYTES, "\0"
     else:
-        file = tokenizer_file(name)
-        digest = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
-        known = read_json(file.parent / TOKENIZER_CONFIG)
-    named = known.get("eos_token")
-    named = named.get("content") if isinstance(named, dict) else named
+        tokens = read_tokens(files)
+        state = hashlib.blake2b(files.contents[TOKENIZER], digest_size=16)
+        if tokens.added:
+            state.update(msgspec.json.encode(tokens.added))
+        digest, named = state.hexdigest(), tokens.named.get("eos_token")
     ending = [eod] if eod else [named] if named else _EOS_NAMES
 
     def find(option: str, names: Sequence[str], what: str) -> int:
@@ -211,13 +209,13 @@ def describe_tokenizer(name: str, tokenizer: Tokenizer, eod: str, bos: str) -> T
         number = next((number for number in numbers if number is not None), None)
         if number is None:
             raise ConfigError(
-                f"the tokenizer {name} of {tokenizer.vocab_size} ids has no token {what}: give "
-                f"{option} one of its tokens or ids, or none."
+                f"the tokenizer {files.place} of {tokenizer.vocab_size} ids has no token {what}: "
+                f"give {option} one of its tokens or ids, or none."
             )
         return number
 
     return TokenizerEntry(
-        Path(name).name, digest, tokenizer.vocab_size,
+        Path(files.place).name, digest, tokenizer.vocab_size,
         None if eod == "none" else find("--eod", ending, eod or "that is known to end text"),
         tokenizer.prefix if not bos else () if bos == "none" else (find("--bos", [bos], bos),),
     )  # fmt: skip
@@ -231,25 +229,15 @@ def _id_of(tokenizer: Tokenizer, token: str) -> int | None:
     return number
 
 
-def describe_chat_fault(name: str, tokenizer: Tokenizer) -> str:
+def describe_chat_fault(files: TokenizerFiles, tokenizer: Tokenizer) -> str:
     """Return why a tokenizer cannot encode ChatML, as the end of an error message, or ""."""
-    if name == BYTES:
+    if files.is_bytes:
         return ""  # the marks are encoded as bytes like other text
     for mark in MARKS:
         number = tokenizer.id_of(mark)
         if number is None or number not in tokenizer.encode([[(mark, True)]])[0].ids:
             return (
-                f"has messages, which are written in ChatML, but the tokenizer {name} has no token "
-                f"{mark}: give one that has it, or write prompt and completion."
+                f"has messages, which are written in ChatML, but the tokenizer {files.place} has "
+                f"no token {mark}: give one that has it, or write prompt and completion."
             )
     return ""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read one of a tokenizer's JSON files; empty if the file does not exist."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except FileNotFoundError:
-        return {}
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON ({error}): correct it.") from error

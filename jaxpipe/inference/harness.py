@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe.config import ConfigError
+from jaxpipe.data.limits import bounded
 from jaxpipe.data.optional import import_optional
 from jaxpipe.inference.generation import Generator
 from jaxpipe.inference.loaded_model import LoadedModel
@@ -20,6 +21,7 @@ from jaxpipe.inference.text import TextTokenizer
 
 PURPOSE = "`python -m jaxpipe.evaluate`"
 _BATCH = 8  # contexts that are continued together
+_SECONDS = 10.0  # that a chat template may take for a conversation
 _NEW_TOKENS = 256  # where a task sets no limit, as in the harness
 _KNOWN = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "use_cache")
 _OF_DRAWS = ("top_k", "min_p", "typical_p")  # which greedy text does not read
@@ -155,9 +157,10 @@ class HarnessMethods:
 
     def apply_chat_template(self, history: list[dict[str, str]], **options: Any) -> str:
         """Return the text of a conversation by the model's chat template."""
-        return self._chat_tokenizer.apply_chat_template(
-            history, tokenize=False, **({"add_generation_prompt": True} | options)
-        )
+        with bounded(_SECONDS):
+            return self._chat_tokenizer.apply_chat_template(
+                history, tokenize=False, **({"add_generation_prompt": True} | options)
+            )
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Return the model's chat template; "" if none is asked for."""
@@ -172,6 +175,11 @@ class HarnessMethods:
     def _chat_tokenizer(self) -> Any:
         """The tokenizer of transformers, which renders chat templates."""
         transformers = import_optional("transformers", "--apply-chat-template", "hf")
+        if not self.serving.tokenizer.chat_templates:
+            raise ConfigError(
+                f"{self.loaded.saved.place} has no chat template: give --tokenizer a directory "
+                f"that has one, or leave out --apply-chat-template."
+            )
         with tempfile.TemporaryDirectory() as directory:
             self.serving.write(Path(directory))
             return transformers.AutoTokenizer.from_pretrained(directory)

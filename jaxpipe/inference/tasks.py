@@ -15,7 +15,7 @@ from jaxpipe.inference.harness import PURPOSE, harness_model
 from jaxpipe.inference.loaded_model import LoadedModel
 from jaxpipe.inference.saved_model import SavedModel
 from jaxpipe.inference.settings import LENGTH_MULTIPLE, check_generation, divides_sequences
-from jaxpipe.inference.text import TextTokenizer, tokenizer_of
+from jaxpipe.inference.text import TextTokenizer, tokenizer_of, with_tokenizer
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
@@ -126,7 +126,8 @@ class RunTasks:
         )
         tasks.check_mesh(config)
         saved = SavedModel(place, config.model, serving, config, _not_on_disk, {})
-        return cls(tasks, trainer, saved, tokenizer_of(saved, train.evaluate_tokenizer))
+        saved = with_tokenizer(saved, train.evaluate_tokenizer)
+        return cls(tasks, trainer, saved, tokenizer_of(saved))
 
     def __call__(self, state: State) -> dict[str, float]:
         """The metrics of the parameters that a held-out loss evaluates, by name."""

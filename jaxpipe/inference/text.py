@@ -1,20 +1,16 @@
 """Text of a trained model: its tokenizer, and the tokens that end a text."""
 
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from jaxpipe.checkpoint.serving import TOKENIZER
-from jaxpipe.config import Config, ConfigError
-from jaxpipe.data.chat_templates import find_chat_template, load_chat_template
-from jaxpipe.data.manifest import read_manifest
+from jaxpipe.config import ConfigError
+from jaxpipe.data.chat_templates import load_chat_template
 from jaxpipe.data.records import ChatMessage
-from jaxpipe.data.token_files import find_prepared_folders
-from jaxpipe.data.tokenizing import BYTES, ByteTokenizer, read_tokenizer, tokenizer_file
+from jaxpipe.data.tokenizing import ByteTokenizer, read_tokenizer
 from jaxpipe.inference.saved_model import SavedModel
+from jaxpipe.tokenizer.files import TOKENIZER
 
 
 class TextTokenizer(Protocol):
@@ -54,61 +50,43 @@ class FileText:
         return self.tokenizer.decode(ids, skip_special_tokens=not special)
 
 
-def tokenizer_of(saved: SavedModel, given: str = "") -> TextTokenizer:
-    """The tokenizer of a model.
+def with_tokenizer(saved: SavedModel, given: str) -> SavedModel:
+    """A model with another tokenizer, and what that knows of special tokens and conversations.
 
-    Args:
-      saved: the model.
-      given: "bytes", or the path of a tokenizer.json or its directory; "": the model's own.
-
-    Raises `ConfigError` where the model has none, or it cannot be read.
+    `given` is "bytes", or the path of a tokenizer.json or its directory; "" is the model's own.
+    Raises `ConfigError` where it is none, or none of this model.
     """
-    if given == BYTES or (not given and saved.trained_by and _is_of_bytes(saved.trained_by)):
+    if not given:
+        return saved
+    serving = saved.serving.with_tokenizer(given, saved.model.vocab_size)
+    return replace(saved, serving=serving)
+
+
+def tokenizer_of(saved: SavedModel) -> TextTokenizer:
+    """The tokenizer of a model. Raises `ConfigError` where it has none, or it cannot be read."""
+    files = replace(saved.serving.tokenizer, place=str(saved.place))
+    if files.is_bytes:
         return ByteText()
-    if given:
-        return FileText(read_tokenizer(str(tokenizer_file(given))))
-    if TOKENIZER in saved.serving.files:
-        content = saved.serving.files[TOKENIZER]
-        return FileText(read_tokenizer(f"{TOKENIZER} of {saved.place}", content))
+    if TOKENIZER in files.contents:
+        return FileText(read_tokenizer(files))
     raise ConfigError(
         f"{saved.place} has no {TOKENIZER}: give --tokenizer the path of one, or 'bytes'."
     )
 
 
-def _is_of_bytes(config: Config) -> bool:
-    """Whether a run's data are bytes, as far as its prepared folders are still there."""
-    data = config.data
-    paths = [source.path for source in data.sources] or ([data.path] if data.path else [])
-    if not paths:
-        return data.source == "stdlib"
-    try:
-        folders = [folder for path in paths for folder in find_prepared_folders(path)]
-    except ConfigError:
-        return False
-    return bool(folders) and read_manifest(folders[0]).tokenizer.name == BYTES
-
-
-def chat_prompt(saved: SavedModel, given: str, message: str) -> str:
+def chat_prompt(saved: SavedModel, message: str) -> str:
     """Return a user's message as the chat template writes it, up to where the reply begins.
 
-    Args:
-      saved: the model.
-      given: the tokenizer with the template, as for `tokenizer_of`; "": the model's own.
-      message: of the user, the first of a conversation.
-
-    Raises `ConfigError` where there is no template, or it refuses such a conversation.
+    `message` is the first of a conversation. Raises `ConfigError` where the model has no template,
+    or it refuses such a conversation.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        if not given:
-            saved.serving.write(Path(folder))
-        name = given or str(Path(folder) / TOKENIZER)
-        has_tokenizer = given or TOKENIZER in saved.serving.files
-        if not has_tokenizer or find_chat_template(name) is None:
-            raise ConfigError(
-                f"{given or saved.place} has no chat template: give --tokenizer a directory that "
-                f"has one, or leave out --chat."
-            )
-        template = load_chat_template(name)
+    files = replace(saved.serving.tokenizer, place=str(saved.place))
+    if not files.chat_templates:
+        raise ConfigError(
+            f"{saved.place} has no chat template: give --tokenizer a directory that has one, or "
+            f"leave out --chat."
+        )
+    template = load_chat_template(files)
     try:
         return template.prompt([ChatMessage({"role": "user", "content": message}, counts=False)])
     except ValueError as error:

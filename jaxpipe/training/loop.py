@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from jaxpipe.checkpoint import CheckpointStore
+from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.config import ConfigError
 from jaxpipe.data.batches import DocumentLengths, join_batches
 from jaxpipe.data.sources import RunData
@@ -275,11 +276,13 @@ class TrainLoop:
         directory = self.trainer.config.run.dir
         saved = f"{directory}/checkpoints/{step}"
         on_cpu = " runtime.cpu_devices=1" * bool(self.trainer.config.runtime.cpu_devices)
+        prompt = ServingFiles.from_meta(self.checkpoints.carried).example_prompt
+        write = f", or to let it write `./launch/generate.sh {directory} {prompt}{on_cpu}`"
         return (
             f"done: {step} steps; saved in {saved}, numbers of all steps in "
             f"{directory}/metrics.jsonl; next: a larger train.steps to train on, "
-            f"`python -m jaxpipe.checkpoint export {saved} OUT_DIR` for transformers, or to let it "
-            f"write `./launch/generate.sh {directory} --prompt 'def '{on_cpu}`"
+            f"`python -m jaxpipe.checkpoint export {saved} OUT_DIR` for transformers"
+            f"{write * bool(prompt)}"
         )
 
     def _heldout_loss(self, state: State) -> float:

@@ -12,8 +12,8 @@ from jaxpipe.checkpoint import CheckpointStore, DamagedError, Exclusion, find_ne
 from jaxpipe.checkpoint.compatibility import check_same_settings
 from jaxpipe.checkpoint.peft_reading import read_adapters
 from jaxpipe.checkpoint.placing import Read, place_parameters
-from jaxpipe.checkpoint.serving import TOKENIZER, ServingFiles
-from jaxpipe.config import Config, ConfigError, DataConfig, ParallelConfig
+from jaxpipe.checkpoint.serving import ServingFiles
+from jaxpipe.config import Config, ConfigError, ParallelConfig
 from jaxpipe.data.manifest import read_manifest
 from jaxpipe.data.sources import RunData
 from jaxpipe.data.token_files import find_prepared_folders
@@ -21,6 +21,7 @@ from jaxpipe.model.lora import NAME as LORA
 from jaxpipe.optimizer import has_average
 from jaxpipe.planning import Devices, RunPlan, resolve
 from jaxpipe.runtime.storage import AnyPath, local_copy, open_path
+from jaxpipe.tokenizer.files import BYTES, TokenizerFiles
 from jaxpipe.training.state import State
 from jaxpipe.training.step_guard import StepGuard, able_to_go_on
 from jaxpipe.training.trainer import Trainer
@@ -56,7 +57,7 @@ def start(
     checkpoints never starts from step 0 by itself.
     """
     state, seen, meta = _started(trainer, data, checkpoints, say)
-    serving = _ending_as(trainer.config.data, ServingFiles.from_meta(meta))
+    serving = _with_data(trainer.config, ServingFiles.from_meta(meta))
     checkpoints.carried = serving.as_meta()
     return state, seen
 
@@ -135,16 +136,23 @@ def _fresh(trainer: Trainer, params: Tree, say: Say) -> State:
     return trainer.fresh(params | {"layers": tuple(layers)})
 
 
-def _ending_as(data: DataConfig, serving: ServingFiles) -> ServingFiles:
-    """Add the ends of documents and of turns in the prepared data to the EOS tokens."""
+def _with_data(config: Config, serving: ServingFiles) -> ServingFiles:
+    """Add what the prepared data know: their tokenizer, and what ends documents and turns."""
+    data, size = config.data, config.model.vocab_size
+    if data.source == "stdlib" and not data.sources:
+        return serving.with_data(TokenizerFiles.read(BYTES), size)
     alone = [data.path] if data.source == "file" else []
     paths = [source.path for source in data.sources if source.weight] or alone
-    folders = [folder for path in paths for folder in find_prepared_folders(path)]
-    for folder in folders:  # all were prepared with the same tokenizer
-        manifest = read_manifest(folder)
+    for folder in (folder for path in paths for folder in find_prepared_folders(path)):
+        manifest = read_manifest(folder)  # all were prepared with the same tokenizer
         ends = [manifest.tokenizer.eod, manifest.end_of_turn]
-        tokens = [token for token in ends if token is not None]
-        serving = serving.with_eos_tokens(tokens, folder / TOKENIZER)
+        serving = serving.with_data(
+            TokenizerFiles.read(folder),
+            size,
+            ends=[token for token in ends if token is not None],
+            starts=manifest.tokenizer.bos,
+            has_chats=bool(manifest.chats),
+        )
     return serving
 
 

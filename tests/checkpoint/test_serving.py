@@ -15,6 +15,7 @@ from jaxpipe import train
 from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import ConfigError
+from jaxpipe.tokenizer.files import TokenizerFiles
 
 TOKENIZER = {
     "model": {"type": "BPE", "vocab": {"a": 5, "b": 6, "<pad>": 3}},
@@ -243,7 +244,7 @@ def test_the_data_say_what_ends_a_text_or_a_turn(tmp_path, capsys, imported):
 def test_a_token_of_the_data_hides_no_eos(generation):
     known = ServingFiles(token_ids={"eos_token_id": 2}, generation=generation)
     assert known.eos_token_ids == (2,)
-    assert known.with_eos_tokens([9], None).eos_token_ids == (2, 9)
+    assert known.with_data(TokenizerFiles("", {}), 64, ends=[9]).eos_token_ids == (2, 9)
 
 
 @pytest.fixture

@@ -210,7 +210,7 @@ def test_refusals(capsys, words, sentence):
 def test_a_model_without_a_tokenizer_has_no_chat_template():
     saved = SimpleNamespace(serving=ServingFiles(), place="runs/x")
     with pytest.raises(ConfigError, match="runs/x has no chat template: give --tokenizer a dir"):
-        chat_prompt(saved, "", "hello")
+        chat_prompt(saved, "hello")
 
 
 def test_prompts_of_other_lengths_need_no_further_programs():

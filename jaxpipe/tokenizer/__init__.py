@@ -1,0 +1,1 @@
+"""The files of a tokenizer, as Hugging Face's libraries write them."""
