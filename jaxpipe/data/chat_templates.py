@@ -180,32 +180,24 @@ class _Compiled:
 def _compile(source: str) -> _Compiled:
     """Compile a template. Raises `ConfigError` where it is no Jinja."""
     jinja2 = import_optional("jinja2", "a chat template")
-    environment = _environment()
+    meta = import_optional("jinja2.meta", "a chat template")
+    environment, nodes = _environment(), jinja2.nodes
     try:
         with bounded(_SECONDS, _MEMORY):  # compiling computes constant expressions
             template, tree = environment.from_string(source), environment.parse(source)
+            names = meta.find_undeclared_variables(tree)
+            names |= {node.attr for node in tree.find_all(nodes.Getattr)}
+            names |= {node.value for node in tree.find_all(nodes.Const) if type(node.value) is str}
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
             f"the tokenizer's chat template is wrong in line {error.lineno} ({first_line(error)}): "
             f"correct it."
         ) from error
-    except (
-        ArithmeticError,
-        LookupError,
-        MemoryError,
-        RecursionError,
-        RuntimeError,
-        TimeoutError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except Exception as error:  # Python's own compiler and constant expressions raise anything
         raise ConfigError(
             f"the tokenizer's chat template cannot be compiled ({type(error).__name__}: "
             f"{first_line(error)}): correct it."
         ) from error
-    names = import_optional("jinja2.meta", "a chat template").find_undeclared_variables(tree)
-    names |= {node.attr for node in tree.find_all(jinja2.nodes.Getattr)}
-    names |= {node.value for node in tree.find_all(jinja2.nodes.Const) if type(node.value) is str}
     return _Compiled(template, frozenset(names), bool(_GENERATION_TAG.search(source)))
 
 
