@@ -16,7 +16,7 @@ from typing import Any, Self
 import msgspec
 
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime.storage import open_path
+from jaxpipe.runtime.storage import local_copy
 from jaxpipe.tokenizer.files import (
     CONFIG,
     GENERATION,
@@ -287,7 +287,10 @@ def _without_generation(files: TokenizerFiles) -> dict[str, bytes]:
 
 def _read_config(folder: str) -> dict[str, Any]:
     """Read the config.json of a model's directory; empty where there is none."""
-    path = open_path(folder) / "config.json"
+    try:
+        path = local_copy(f"{folder}/config.json")
+    except ConfigError:
+        return {}
     contents = {path.name: path.read_bytes()} if path.is_file() else {}
     return TokenizerFiles(folder, contents).json(path.name)
 

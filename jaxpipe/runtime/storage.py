@@ -203,11 +203,12 @@ def download(address: str, folder: Path, is_wanted: Callable[[str], bool] = bool
             _file_system(address).get_file(f"{address.rstrip('/')}/{name}", str(folder / name))
 
 
-def local_copy(text: str | os.PathLike[str]) -> Path:
+def local_copy(text: str | os.PathLike[str], is_wanted: Callable[[str], bool] = bool) -> Path:
     """The path itself on a disk; for an address the path of a copy on this machine.
 
     A folder is copied with all files below it, a file with the files beside it that differ in their
-    suffix, and a pattern with what it matches. The copy stays in the user's cache directory and is
+    suffix, and a pattern with what it matches. `is_wanted` chooses among the files of a folder, by
+    their names below it. The copy stays in the user's cache directory and is
     used again as long as names, sizes and times in the store are the same.
 
     Raises:
@@ -224,6 +225,7 @@ def local_copy(text: str | os.PathLike[str]) -> Path:
     try:
         with as_os_errors():
             found = _matches(text, base)
+            found = {n: of for n, of in found.items() if is_wanted(n.removeprefix(f"{name}/"))}
         if not found:
             raise ConfigError(f"{text} does not exist: correct the address.")
         listing = json.dumps([text, sorted((n, _state_of(of)) for n, of in found.items())])

@@ -12,8 +12,8 @@ from typing import Any, Self
 import msgspec
 
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime.storage import open_path
-from jaxpipe.runtime.storage_errors import as_os_errors, describe
+from jaxpipe.config.paths import is_address
+from jaxpipe.runtime.storage import local_copy
 
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
@@ -69,23 +69,23 @@ class TokenizerFiles:
             return name  # they have been read
         if name == BYTES:
             return cls(BYTES, _write_bytes())
-        path, text = open_path(name), str(name)
+        path = _local_files(str(name))
         try:
-            with as_os_errors():
-                if path.is_dir():
-                    return cls(text, _read_folder(path))
-                own, folder = {TOKENIZER: path.read_bytes()}, path.parent
-                if path.name != TOKENIZER and (folder / TOKENIZER).exists():
-                    return cls(text, own)
-                return cls(str(folder), _read_folder(folder) | own)
+            if path.is_dir():
+                return cls(str(name), _read_folder(path))
+            own, folder = {TOKENIZER: path.read_bytes()}, path.parent
+            if path.name != TOKENIZER and (folder / TOKENIZER).exists():
+                return cls(str(name), own)
+            return cls(str(name).rpartition("/")[0] or ".", _read_folder(folder) | own)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ConfigError(
-                f"{text} does not exist: give a {TOKENIZER}, a model's directory with one, or "
+                f"{name} does not exist: give a {TOKENIZER}, a model's directory with one, or "
                 f"'bytes'."
             ) from error
         except OSError as error:
-            otherwise = f"{error.filename or text} cannot be read ({error.strerror})."
-            raise ConfigError(describe(error, text, otherwise)) from error
+            raise ConfigError(
+                f"{error.filename or name} cannot be read ({error.strerror}): make it readable."
+            ) from error
 
     def json(self, name: str) -> dict[str, Any]:
         """Return a file's JSON object; empty if there is no such file.
@@ -193,7 +193,20 @@ def _write_bytes() -> dict[str, bytes]:
     return {name: (json.dumps(fields, indent=1) + "\n").encode() for name, fields in files.items()}
 
 
-def _read_folder(folder: Any) -> dict[str, bytes]:
+def _local_files(name: str) -> Path:
+    """Return the path of a tokenizer's folder or file, or of a copy of those at an address."""
+    if not is_address(name):
+        return Path(name)
+    folder, _, file = name.rstrip("/").rpartition("/")
+    if not file.endswith(".json"):
+        return local_copy(name, is_tokenizer_file)
+    try:
+        return local_copy(folder, lambda one: is_tokenizer_file(one) or one == file) / file
+    except ConfigError:
+        return local_copy(name)  # a web server does not list folders
+
+
+def _read_folder(folder: Path) -> dict[str, bytes]:
     more = folder / MORE_TEMPLATES
     names = [path.name for path in folder.iterdir()]
     names += [f"{MORE_TEMPLATES}/{path.name}" for path in more.iterdir()] if more.is_dir() else []

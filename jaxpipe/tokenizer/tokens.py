@@ -101,6 +101,8 @@ def _read_vocabulary(files: TokenizerFiles) -> tuple[dict[str, int], dict[int, d
             for number, one in own.items()
         }
         return {str(name): int(number) for name, number in vocabulary.items()}, tokens
+    except ConfigError:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{TOKENIZER} of {files.place} is no tokenizer: its vocabulary or its added tokens "
@@ -147,6 +149,8 @@ def _read_stated(value: Any, files: TokenizerFiles) -> dict[int, dict[str, Any]]
             int(number): _token(token, files, where, special=False)
             for number, token in value.items()
         }
+    except ConfigError:
+        raise
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{where} of {files.place} does not map ids to tokens: correct it."
