@@ -150,6 +150,13 @@ class ServingFiles:
         config = {} if files.is_bytes else _read_config(files.place)
         generation = files.json(GENERATION)
         named, of_model = _special_token_ids(files), _token_ids(config, files)
+        of_generation = _token_ids(generation, files)
+        for name, token in (*of_generation.items(), *(named | of_model).items()):
+            if max(_as_list(token)) >= vocab_size:
+                raise ConfigError(
+                    f"the tokenizer in {files.place} has {name}={token}, but model.vocab_size="
+                    f"{vocab_size}: give the tokenizer that the model was trained with."
+                )
         ends = [*_eos_of(named), *_eos_of(of_model)]
         copy = replace(
             self,
@@ -159,14 +166,8 @@ class ServingFiles:
         )
         copy = copy._with_eos(
             [*_eos_of(self.token_ids), *ends],
-            [*self.eos_token_ids, *ends, *_eos_of(_token_ids(generation, files))],
+            [*self.eos_token_ids, *ends, *_eos_of(of_generation)],
         )
-        for name, token in (copy.token_ids | _token_ids(copy.generation, files)).items():
-            if max(_as_list(token)) >= vocab_size:
-                raise ConfigError(
-                    f"the tokenizer in {files.place} has {name}={token}, but model.vocab_size="
-                    f"{vocab_size}: give the tokenizer that the model was trained with."
-                )
         known = self.tokenizer.chat_templates
         return copy if not known or files.chat_templates else copy._with_templates(known)
 
