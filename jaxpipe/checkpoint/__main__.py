@@ -36,6 +36,7 @@ from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
 from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.checkpoint.write_config import write_config
+from jaxpipe.config import mask_secrets
 from jaxpipe.config.arguments import SETTINGS, parse_commands
 from jaxpipe.config.paths import any_path
 from jaxpipe.config.units import parse_bytes
@@ -150,9 +151,10 @@ def _import_for(arguments: argparse.Namespace, path: str, overrides: list[str]) 
         taken = FAMILIES[config.model.family].format_named(hf_config).MODELS
         print(f"its config.json names no architecture: by its model_type it is taken for {taken}")
     start = [f"checkpoint.resume={step}", "checkpoint.parameters_only=true"]
+    command = ["python", "-m", "jaxpipe.train", path, *overrides, *start]
     print(
         f"imported {config.model.parameter_count():,} parameters into {step}; a run starts from "
-        f"them with:\n{shlex.join(['python', '-m', 'jaxpipe.train', path, *overrides, *start])}"
+        f"them with:\n{mask_secrets(shlex.join(command))}"
     )
     if ignored := ignored_tensors(arguments.source, config.model):
         print(f"left out {len(ignored)} tensors that are not of this model ({ignored[0]} first)")

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from jaxpipe.checkpoint.listing import find_newest, list_steps
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
+from jaxpipe.config import mask_secrets
 from jaxpipe.config.units import readable_bytes
 from jaxpipe.runtime.storage import AnyPath
 
@@ -31,7 +32,10 @@ def describe_checkpoint(directory: AnyPath) -> RenderableType:
     parts: list[RenderableType] = [_describe_facts(checkpoint, steps), Text()]
     parts += [_parameter_table(checkpoint)]
     if config := checkpoint.meta.get("config"):
-        parts += [Text(), Text(f"# the configuration that it was saved with\n{config}".rstrip())]
+        parts += [
+            Text(),
+            Text(f"# the configuration that it was saved with\n{mask_secrets(config)}".rstrip()),
+        ]
     return Group(*parts)
 
 

@@ -3,7 +3,15 @@
 from jaxpipe.config.errors import ConfigError, first_line
 from jaxpipe.config.files import CheckpointConfig, DataConfig, RunConfig, SourceConfig
 from jaxpipe.config.functions import is_custom, load_function
-from jaxpipe.config.reading import build, from_builtins, load, read_overrides, to_toml
+from jaxpipe.config.reading import (
+    build,
+    from_builtins,
+    load,
+    read_overrides,
+    to_builtins,
+    to_toml,
+)
+from jaxpipe.config.secrets import mask_secrets
 from jaxpipe.config.sections import (
     Config,
     DebugConfig,
@@ -37,6 +45,8 @@ __all__ = [
     "is_custom",
     "load",
     "load_function",
+    "mask_secrets",
     "read_overrides",
+    "to_builtins",
     "to_toml",
 ]

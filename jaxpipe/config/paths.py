@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxpipe.config.errors import ConfigError, first_line
+from jaxpipe.config.secrets import MASK, has_mask
 
 CHECKPOINT_STORES = ("gs", "s3")  # to which TensorStore writes arrays
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
@@ -79,6 +80,8 @@ def _fault(text: str, schemes: Iterable[str] | None) -> str:
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
             return "is no path and no address, which begins like gs:// or s3://: correct it"
         return ""
+    if has_mask(text):
+        return f"has {MASK} where a run that keeps the address leaves out a secret: give the secret"
     scheme, _, rest = text.partition("://")
     if schemes is not None and scheme not in schemes:
         listed = " or ".join(f"{one}://" for one in schemes)

@@ -20,6 +20,7 @@ from jaxpipe.config.errors import ConfigError
 from jaxpipe.config.files import AnyPath, LocalPath, StatePath
 from jaxpipe.config.foreign import PAGE, SECTIONS, meaning
 from jaxpipe.config.paths import CHECKPOINT_STORES, check_local, check_path
+from jaxpipe.config.secrets import mask_secrets
 from jaxpipe.config.sections import Config
 from jaxpipe.model import FAMILIES, PRESETS, ModelConfig
 
@@ -87,8 +88,16 @@ def from_builtins(tree: Mapping[str, Any]) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """The full configuration, defaults included, as TOML that `load` reads back unchanged."""
-    return tomli_w.dumps(msgspec.to_builtins(config))
+    """The full configuration, defaults included, as TOML that `load` reads back unchanged.
+
+    Secrets in addresses are masked, which `load` then refuses.
+    """
+    return tomli_w.dumps(to_builtins(config))
+
+
+def to_builtins(config: Config) -> dict[str, Any]:
+    """The full configuration as tables and lists to keep or to show, with secrets masked."""
+    return mask_secrets(msgspec.to_builtins(config))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import IO
 
-from jaxpipe.config import ConfigError, first_line
+from jaxpipe.config import ConfigError, first_line, mask_secrets
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.exit_code import ExitCode
 from jaxpipe.runtime.storage_errors import passes
@@ -75,9 +75,9 @@ def _run(
         lost = any(map(_has_lost_reader, (sys.stdout, sys.stderr)))
         if isinstance(error, BrokenPipeError) and lost and not processes.several():
             raise  # not of another pipe or a socket
-        code, message = _code_of(error, failures), str(error)
+        code, message = _code_of(error, failures), mask_secrets(str(error))
         if code == ExitCode.CRASH:
-            traceback.print_exc()
+            print(mask_secrets(traceback.format_exc()), end="", file=sys.stderr)
             message = f"{type(error).__name__}: {first_line(error)}"
         elif code == ExitCode.OTHERS_GONE and not isinstance(error, processes.NotMetError):
             message = f"this process cannot go on without the others ({first_line(error)})"

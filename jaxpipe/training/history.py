@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import msgspec
 
-from jaxpipe.config import Config, to_toml
+from jaxpipe.config import Config, to_builtins, to_toml
 from jaxpipe.runtime.directory import AppendedFile, WriteGuard
 from jaxpipe.runtime.spool import local_folder
 from jaxpipe.runtime.storage import write_whole
@@ -28,7 +27,7 @@ def note_start(config: Config, step: int, guard: WriteGuard) -> None:
     with guard.attempt(str(directory / "config.toml")):
         write_whole(directory / "config.toml", to_toml(config).encode())
     start = {"step": step, "time": datetime.now(UTC).isoformat(timespec="seconds")}
-    line = start | versions() | {"config": msgspec.to_builtins(config)}
+    line = start | versions() | {"config": to_builtins(config)}
     starts = AppendedFile(directory / "starts.jsonl")
     with guard.attempt(str(directory / "starts.jsonl")):
         starts.append(f"{json.dumps(line)}\n".encode())

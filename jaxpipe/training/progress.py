@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from jaxpipe.config import LogConfig
+from jaxpipe.config import LogConfig, mask_secrets
 from jaxpipe.runtime.command import flush_or_drop
 from jaxpipe.training.metrics import MetricValue
 
@@ -53,7 +53,7 @@ class Progress:
     def say(self, message: RenderableType) -> None:
         """Print a message above the live line; ignore errors of the output, such as a full disk."""
         with contextlib.suppress(OSError):
-            self._console.print(message)
+            self._console.print(mask_secrets(message))
 
     def update(self, step: int, values: dict[str, MetricValue], *, first: bool) -> None:
         """Show one step's scalar metrics.
