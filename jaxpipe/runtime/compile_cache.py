@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxpipe.config import ConfigError
+from jaxpipe.config.paths import is_address
+from jaxpipe.runtime.own_files import why_not_own
 from jaxpipe.runtime.storage import user_cache
 
 if TYPE_CHECKING:
@@ -28,35 +30,53 @@ _HIT = "/jax/compilation_cache/cache_hits"
 _hits: Counter[int] = Counter()  # programs loaded from the cache, by thread
 
 
-def use_compile_cache(setting: str) -> None:
+def use_compile_cache(setting: str, say: Callable[[str], None] = print) -> None:
     """Let jax store compiled programs, and load those that it has stored.
 
-    JAX_COMPILATION_CACHE_DIR, if set, takes precedence.
+    JAX_COMPILATION_CACHE_DIR, if set, takes precedence. A directory that another user may write is
+    not used, since what it holds is code (`own_files.py`); `say` gets a sentence then.
 
     Args:
       setting: `runtime.compile_cache`.
+      say: prints a sentence.
 
     Raises:
       ConfigError: the directory that the setting names cannot be written.
     """
-    if not setting or _VARIABLE in os.environ:
+    given = jax.config.jax_compilation_cache_dir if _VARIABLE in os.environ else setting
+    if not given:
         return
+    if is_address(given):  # who may write there, only its store can say
+        jax.config.update("jax_compilation_cache_dir", given)
+        return
+    is_own = given == "auto" and _VARIABLE not in os.environ
     try:
-        directory = _default_directory() if setting == "auto" else Path(setting)
-        directory.mkdir(parents=True, exist_ok=True)
-        if setting == "auto":
+        directory = _default_directory() if is_own else Path(given)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if is_own:
+            directory.chmod(0o700)
             _remove_old(directory)
+        reason = why_not_own(directory)
     except ConfigError:
         return  # no home
     except OSError as error:
-        if setting == "auto":
+        if is_own or _VARIABLE in os.environ:
             return  # a home that cannot be written, as in some containers
         raise ConfigError(
             f"runtime.compile_cache={setting!r} cannot be written ({error.strerror}): choose "
             f"another directory, or '' for none."
         ) from error
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
+    if reason:
+        jax.config.update("jax_enable_compilation_cache", False)
+        say(
+            f"warning: compiled programs are neither loaded from {given} nor stored there, since "
+            f"{reason} and a program is code: everything is compiled; let runtime.compile_cache "
+            f"name a folder that only you can write (chmod go-w), with no files of others"
+        )
+        return
+    jax.config.update("jax_compilation_cache_dir", str(directory.resolve()))
+    if _VARIABLE not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
 
 
 def compile_timed(

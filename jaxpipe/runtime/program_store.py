@@ -6,7 +6,7 @@ trace depends on; where that is not known, it stores nothing.
 """
 
 import hashlib
-import pickle
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,11 +15,13 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.tree_util import PyTreeDef
 
 from jaxpipe.config.paths import is_address
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.collective_order import thread_count, why_not_loadable
 from jaxpipe.runtime.compile_cache import compile_timed, processor
+from jaxpipe.runtime.own_files import why_not_own
 from jaxpipe.runtime.storage import write_whole
 
 
@@ -27,13 +29,20 @@ from jaxpipe.runtime.storage import write_whole
 class StoredProgram:
     """The file of a compiled program, which may not exist yet.
 
+    A line of JSON with the tree of its results stands before what jax writes. jax unpickles that,
+    so a file that another user may have written is not read.
+
     Attributes:
       path: of the file; None: the process has no directory for it.
       devices: of the program's mesh, in order.
+      trees: of its arguments, and others of which its results may be made.
+      count: number of its arguments.
     """
 
     path: Path | None
     devices: Sequence[jax.Device]
+    trees: tuple[PyTreeDef, ...] = ()
+    count: int = 0
 
     def load(self) -> jax.stages.Compiled | None:
         """The compiled program; None if a process of the run cannot load it. All call it."""
@@ -44,9 +53,13 @@ class StoredProgram:
         if self.path is None:
             return None
         with suppress(Exception):  # a damaged file may raise anything; the program is then compiled
-            content, in_tree, out_tree = pickle.loads(self.path.read_bytes())
+            if why_not_own(self.path):
+                return None
+            head, _, content = self.path.read_bytes().partition(b"\n")
+            arguments = tuple(jax.tree.unflatten(tree, [0] * tree.num_leaves)
+                              for tree in self.trees[: self.count])  # fmt: skip
             return serialize_executable.deserialize_and_load(
-                content, in_tree, out_tree,
+                content, jax.tree.structure((arguments, {})), self._decode(json.loads(head)),
                 backend=self.devices[0].client, execution_devices=self.devices,
             )  # fmt: skip
         return None
@@ -63,10 +76,37 @@ class StoredProgram:
         on_cpu = self.devices[0].platform == "cpu"
         if on_cpu and (from_cache or why_not_loadable(compiled.runtime_executable())):
             return
-        # A program with callbacks, arrays as constants or a tree that cannot be pickled is traced
-        # again by the next start, as is one for which there is no room.
+        # A program with callbacks, arrays as constants or a tree that JSON lacks is traced again by
+        # the next start, as is one for which there is no room.
         with suppress(Exception):
-            write_whole(self.path, pickle.dumps(serialize_executable.serialize(compiled)))
+            content, _, tree = serialize_executable.serialize(compiled)
+            head = self._encode(jax.tree.unflatten(tree, [0] * tree.num_leaves))
+            write_whole(self.path, f"{json.dumps(head)}\n".encode() + content)
+
+    def _encode(self, node: Any) -> Any:
+        """A tree of zeros as JSON: 0, or its kind, and its number in `trees` or its parts."""
+        if type(node) is int or node is None:
+            return node
+        tree = jax.tree.structure(node)
+        if tree in self.trees:
+            return ["like", self.trees.index(tree)]
+        if type(node) is dict and all(type(key) is str for key in node):
+            return ["dict", {key: self._encode(part) for key, part in node.items()}]
+        return [{list: "list", tuple: "tuple"}[type(node)], [self._encode(part) for part in node]]
+
+    def _decode(self, encoded: Any) -> PyTreeDef:
+        def tree_of(encoded: Any) -> Any:
+            if not isinstance(encoded, list):
+                return encoded
+            kind, parts = encoded
+            if kind == "like":
+                tree = self.trees[parts]
+                return jax.tree.unflatten(tree, [0] * tree.num_leaves)
+            if kind == "dict":
+                return {key: tree_of(part) for key, part in parts.items()}
+            return {"list": list, "tuple": tuple}[kind](map(tree_of, parts))
+
+        return jax.tree.structure(tree_of(encoded))
 
 
 @dataclass(frozen=True)
@@ -82,8 +122,12 @@ class ProgramStore:
     inputs: str
     devices: Sequence[jax.Device]
 
-    def find(self, name: str, *args: Any) -> StoredProgram | None:
-        """The program of this name for these arguments; None if no program is stored."""
+    def find(self, name: str, *args: Any, results: Any = None) -> StoredProgram | None:
+        """The program of this name for these arguments; None if no program is stored.
+
+        `results` has the tree of its results, if that has other containers than those of JSON and
+        of the arguments.
+        """
         if not self.inputs:
             return None
         directory = jax.config.jax_compilation_cache_dir
@@ -100,8 +144,12 @@ class ProgramStore:
             sorted(jax.config.values.items()),
         )
         digest = hashlib.sha256(repr(everything).encode()).hexdigest()[:32]
-        return StoredProgram(Path(directory) / f"{name}-{digest}.program", self.devices)
+        path = Path(directory) / f"{name}-{digest}.program"
+        trees = tuple(map(jax.tree.structure, (*args, results)))
+        return StoredProgram(path, self.devices, trees, len(args))
 
-    def compiled(self, name: str, program: Any, *args: Any) -> jax.stages.Compiled:
+    def compiled(
+        self, name: str, program: Any, *args: Any, results: Any = None
+    ) -> jax.stages.Compiled:
         """The jitted function, loaded or compiled for these arguments."""
-        return compile_timed(program, *args, stored=self.find(name, *args))[0]
+        return compile_timed(program, *args, stored=self.find(name, *args, results=results))[0]

@@ -18,6 +18,7 @@ from jax.experimental import serialize_executable
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.collective_order import thread_count, why_not_loadable
+from jaxpipe.runtime.own_files import why_not_own
 from jaxpipe.runtime.storage import write_whole
 
 _ENDING = ".program"
@@ -98,6 +99,9 @@ def _read_program(
     wanted, reason = _describe(lowered, devices, options), f"{directory} has no {name}"
     for path in sorted(directory.glob(f"{name}-*{_ENDING}")):
         try:
+            if found := why_not_own(path):
+                reason = f"{found}, and a program is code, so let only yourself write it"
+                continue
             header, _, content = path.read_bytes().partition(b"\n")
         except OSError as error:
             reason = f"{path} cannot be read ({error.strerror})"

@@ -183,7 +183,8 @@ class Trainer:
     def fresh(self, params: Tree) -> State:
         """The state of step 0 with these stage-stacked parameters, which are donated."""
         init = jax.jit(self.unplaced, out_shardings=self.state_shardings, donate_argnums=0)
-        return self.programs.compiled("init-state", init, params)(params)
+        stored = self.programs.compiled("init-state", init, params, results=self.state_shapes)
+        return stored(params)
 
     def state_of(
         self, parts: dict[str, Tree], guarded: Mapping[str, Any] = MappingProxyType({})
