@@ -16,7 +16,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from jaxpipe.config import Config, ConfigError
+from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.config.paths import is_address
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.storage import AnyPath
@@ -217,26 +217,31 @@ def _holder(lock: int) -> str:
 
 
 class WriteGuard:
-    """Reports failed writes to files of a run through `say` instead of stopping the run."""
+    """Reports failed writes of a run, such as to its log, through `say` instead of stopping it."""
 
     def __init__(self, say: Say):
         self.say = say
         self._failing: set[str] = set()
 
     @contextlib.contextmanager
-    def attempt(self, what: str) -> Iterator[None]:
-        """Run the body, which writes the file `what`; report its `OSError` instead of raising it.
+    def attempt(
+        self,
+        what: str,
+        remedy: str = "make room, or make it writable",
+        errors: type[Exception] = OSError,
+    ) -> Iterator[None]:
+        """Run the body, which writes `what`; report its errors instead of raising them.
 
         Among consecutive failures only the first is reported, and then the first success.
         """
         try:
             yield
-        except OSError as error:
+        except errors as error:
             if what not in self._failing:
                 self._failing.add(what)
+                reason = getattr(error, "strerror", None) or first_line(error)
                 self.say(
-                    f"warning: {what} cannot be written ({error.strerror or error}): training goes "
-                    f"on; make room, or make it writable."
+                    f"warning: {what} cannot be written ({reason}): training goes on; {remedy}."
                 )
         else:
             if what in self._failing:

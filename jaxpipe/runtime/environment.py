@@ -1,6 +1,8 @@
 """Settings that must be made before jax starts. Importing this module does not import jax."""
 
+import contextlib
 import os
+import resource
 
 from jaxpipe.config import ConfigError
 
@@ -31,6 +33,13 @@ def use_gpu_memory() -> None:
     Call it before jax is first used. XLA_PYTHON_CLIENT_MEM_FRACTION, if set, takes precedence.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_SHARE)
+
+
+def allow_open_files() -> None:
+    """Allow as many open files as the system lets this process have: connections count as files."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # some systems have a smaller limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def use_cpu_devices(count: int) -> None:

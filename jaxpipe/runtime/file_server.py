@@ -7,20 +7,21 @@ import http.client
 import re
 import secrets
 import socket
-import socketserver
-import threading
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxpipe.config import first_line
+from jaxpipe.runtime.bounded_server import BoundedServer
+from jaxpipe.runtime.directory import remove_with_folders
 
 _NAME = re.compile(r"[\w-]+(/[\w-]+)*\.\w+", re.ASCII)  # of a file in the folder
-_SECONDS = 60  # that a connection may be silent
+_SECONDS = 60  # that a connection which has the word may be silent
+_THREADS = 256  # requests of other processes that are answered at once
 _BLOCK = 1 << 20
 
 
-class FileServer(socketserver.ThreadingTCPServer):
+class FileServer(BoundedServer):
     """Serves a folder to other processes, in threads, until it is closed.
 
     Args:
@@ -28,33 +29,14 @@ class FileServer(socketserver.ThreadingTCPServer):
       word: that requests must carry.
     """
 
-    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    daemon_threads = True
-    request_queue_size = 128
-
     def __init__(self, folder: Path, word: str):
         self.folder, self.word = folder, word
-        super().__init__(("", 0), _Handler)
-        threading.Thread(target=self.serve_forever, name="files", daemon=True).start()
+        super().__init__(0, _Handler, _THREADS)
 
-    def server_bind(self) -> None:
-        """Listen at any free port, for IPv4 and IPv6."""
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super().server_bind()
-
-    @property
-    def port(self) -> int:
-        """The port at which it listens."""
-        return self.server_address[1]
-
-    def handle_error(self, *_: object) -> None:
-        """Print nothing: whoever asked reports that it got no answer."""
-
-    def close(self) -> None:
-        """Stop serving."""
-        self.shutdown()
-        self.server_close()
+    def admits(self, headers: bytes) -> bool:
+        """Whether the headers have the word."""
+        given = re.search(rb"\r\nauthorization:[ \t]*([^\r\n]*)", headers, re.IGNORECASE)
+        return bool(given) and secrets.compare_digest(given[1].strip(), self.word.encode())
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -82,16 +64,19 @@ class _Handler(BaseHTTPRequestHandler):
         """Write a file, which has its name only when it is complete."""
         if (path := self._path()) is None:
             return
+        length = self.headers.get("Content-Length", "")
+        if not re.fullmatch(r"[0-9]{1,18}", length):
+            return self.send_error(411)
         fresh = path.with_name(f"{path.name}.new")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with fresh.open("wb") as file:
-                left = _copy(self.rfile, file, int(self.headers["Content-Length"]))
+                left = _copy(self.rfile, file, int(length))
             if left:
                 raise ConnectionError
             fresh.replace(path)
         except OSError as error:
-            fresh.unlink(missing_ok=True)
+            remove_with_folders(fresh, self.server.folder)
             return self.send_error(507, error.strerror)
         self.send_response(201)
         self.send_header("Content-Length", "0")
@@ -101,14 +86,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing."""
 
     def _path(self) -> Path | None:
-        """The file that a request names; None after an answer that refuses it."""
+        """The file that a request names; None after an answer that there is none."""
         name = self.path.lstrip("/")
-        if not secrets.compare_digest(self.headers.get("Authorization", ""), self.server.word):
-            self.send_error(403)
-        elif not _NAME.fullmatch(name):
-            self.send_error(404)
-        else:
+        if _NAME.fullmatch(name):
             return self.server.folder / name
+        self.send_error(404)
         return None
 
 

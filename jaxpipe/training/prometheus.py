@@ -4,10 +4,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, MetricsHandler
 
-from jaxpipe.config import Config, ConfigError
+from jaxpipe.config import Config
+from jaxpipe.runtime.bounded_server import BoundedServer
 from jaxpipe.training.loggers import Shown
+
+_SECONDS = 10  # that a connection may be silent
+_THREADS = 8  # requests that are answered at once
 
 
 class Prometheus:
@@ -15,8 +19,7 @@ class Prometheus:
 
     A metric is the gauge `jaxpipe_<name>` with the label `run`, the last folder of `run.dir`, and
     the step is `jaxpipe_step`. Numbers of a small list share a gauge and differ in the label
-    `index`, such as "3/1"; large lists are left out. Raises `ConfigError` where the port cannot be
-    used.
+    `index`, such as "3/1"; large lists are left out. Raises `OSError` where the port is in use.
     """
 
     def __init__(self, config: Config):
@@ -24,13 +27,9 @@ class Prometheus:
         self.name = f"Prometheus at port {port}"
         self._run = Path(config.run.dir).resolve().name
         self._registry, self._gauges = CollectorRegistry(), dict[str, Gauge]()
-        try:
-            self._server, self._thread = start_http_server(port, registry=self._registry)
-        except OSError as error:
-            raise ConfigError(
-                f"log.prometheus_port={port} cannot be used ({error.strerror}): choose another "
-                f"port, or 0 to serve no metrics."
-            ) from error
+        handler = MetricsHandler.factory(self._registry)
+        handler.timeout = _SECONDS
+        self._server = BoundedServer(port, handler, _THREADS)
 
     def show(self, step: int, values: Shown) -> None:
         """Serve one step's scalars from now on."""
@@ -44,9 +43,7 @@ class Prometheus:
 
     def close(self) -> None:
         """Stop the server."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def _gauge(self, name: str, labels: Sequence[str]) -> Gauge:
         """The gauge of a metric, registered when it is first shown."""

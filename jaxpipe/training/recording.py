@@ -23,14 +23,21 @@ def recording(directory: Path) -> Iterator[None]:
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # a step is one call, so Python frames show nothing
     directory.mkdir(parents=True, exist_ok=True)
-    jax.profiler.start_trace(str(directory), profiler_options=options)
+    with _as_os_errors():
+        jax.profiler.start_trace(str(directory), profiler_options=options)
     try:
         yield
     finally:
-        try:
+        with _as_os_errors():
             jax.profiler.stop_trace()
-        except RuntimeError as error:  # raised by XLA if the disk is full
-            raise OSError(first_line(error)) from error
+
+
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # raised by XLA, for example if the disk is full
+        raise OSError(first_line(error)) from error
 
 
 class RecordingWindow:

@@ -2,20 +2,29 @@
 
 import json
 import sys
+import time
 
 import pytest
 from commands import SMALL, metrics
 
 from jaxpipe import train
 from jaxpipe.config import load
-from jaxpipe.training.loggers import open_loggers
+from jaxpipe.runtime.directory import WriteGuard
+from jaxpipe.training import loggers
+from jaxpipe.training.loggers import Observer, open_loggers
 from jaxpipe.training.metrics import MetricsLog
 
 STAND_IN = '''
-import json, pathlib
+import json, pathlib, time
 
 class Error(Exception):
     """What wandb raises."""
+
+class UsageError(Error):
+    """What wandb raises without a key."""
+
+class CommError(Error):
+    """What wandb raises without an answer."""
 
 class Settings:
     def __init__(self, console):
@@ -37,7 +46,15 @@ class Run:
 
 def init(**given):
     if given["mode"] == "online":
-        raise Error("No API key configured.\\nMore of it.")
+        raise UsageError("No API key configured.\\nMore of it.")
+    if given["project"] == "silent":
+        raise CommError("Run initialization has timed out after 90.0 sec.")
+    if given["project"] == "broken":
+        raise TypeError("a protocol buffer of another version")
+    if given["project"] == "exits":
+        raise SystemExit(1)
+    if given["project"] == "hangs":
+        time.sleep(600)
     given["settings"] = given["settings"].console
     path = pathlib.Path(given["dir"]) / "stand_in.jsonl"
     path.write_text(json.dumps(given) + "\\n")
@@ -108,6 +125,58 @@ def test_what_wandb_refuses_is_one_sentence(tmp_path, stand_in, capsys):
     said = capsys.readouterr().err
     assert "log.wandb='online' is refused by wandb (No API key configured.): run" in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("project", "last_step", "reason"),
+    [
+        ("silent", 0, "CommError: Run initialization has timed out after 90.0 sec."),
+        ("silent", 4, "CommError: Run"),
+        ("broken", 0, "TypeError: a protocol buffer"),
+        ("exits", 0, "SystemExit: 1"),
+        ("hangs", 0, "no answer within 0 s"),
+        ("mine", 4, "UsageError: No API key configured."),
+    ],
+)
+def test_a_logger_that_cannot_start_is_one_warning(
+    tmp_path, stand_in, monkeypatch, project, last_step, reason
+):
+    """Without a key only a new run is refused: a run that starts again has steps to lose."""
+    monkeypatch.setattr(loggers, "_LONG_SECONDS", 0.4 if project == "hangs" else 60.0)
+    said, mode = [], "online" if project == "mine" else "offline"
+    how = [f"run.dir={tmp_path}", f"log.wandb={mode}", f"log.wandb_project={project}"]
+    assert open_loggers(load(SMALL, how), last_step, WriteGuard(said.append)) == []
+    (sentence,) = said
+    assert f"{tmp_path}/wandb cannot be written ({reason}" in sentence
+    assert "training goes on; this start logs nothing there" in sentence
+
+
+def test_a_logger_that_fails_or_hangs_later_is_one_warning(tmp_path, monkeypatch):
+    class Failing:
+        name = "failing"
+
+        def show(self, step, values):
+            raise RuntimeError("no more")
+
+        def close(self):
+            raise KeyError("closed")
+
+    class Hanging(Failing):
+        def show(self, step, values):
+            time.sleep(600)
+
+    monkeypatch.setattr(loggers, "_SHORT_SECONDS", 0.2)
+    said = []
+    observers = [Observer("failing", Failing), Observer("hanging", Hanging)]
+    guard = WriteGuard(said.append)
+    with MetricsLog(tmp_path, last_step=0, loggers=observers, guard=guard) as log:
+        for step in (1, 2, 3):
+            log.write(step, {"loss": 1.0})
+    assert [line.partition(":")[2].partition(":")[0].strip() for line in said] == [
+        "failing cannot be written (RuntimeError",
+        "hanging cannot be written (no answer within 0 s)",
+    ]
+    assert len(metrics(tmp_path)) == 3
 
 
 def test_a_rollback_begins_another_run_at_wandb(tmp_path, stand_in):
