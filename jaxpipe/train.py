@@ -30,7 +30,7 @@ from jaxpipe.runtime import command, position, processes
 from jaxpipe.runtime.arrival import arriving
 from jaxpipe.runtime.devices import check_devices
 from jaxpipe.runtime.directory import resolve_links
-from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
+from jaxpipe.runtime.environment import allow_open_files, use_cpu_devices, use_gpu_memory
 from jaxpipe.runtime.exit_code import ExitCode
 from jaxpipe.runtime.storage import AnyPath, open_path
 
@@ -145,6 +145,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     if config.runtime.cpu_devices:
         use_cpu_devices(config.runtime.cpu_devices)
     use_gpu_memory()
+    allow_open_files()
     with arriving(open_path(config.run.dir)):
         processes.join()
     check_devices()
@@ -178,7 +179,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     directory, messages = local_folder(config.run.dir), []
     processes.check_alike("programs", lambda: programs_of(config))
     check_version(jax.default_backend())
-    use_compile_cache(config.runtime.compile_cache)
+    use_compile_cache(config.runtime.compile_cache, messages.append)
     devices = jax.devices()
     if only_seed:
         devices = devices[:1]

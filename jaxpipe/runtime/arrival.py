@@ -8,7 +8,9 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 from jaxpipe.runtime import processes, storage
 from jaxpipe.runtime.directory import remove_with_folders
@@ -17,6 +19,9 @@ from jaxpipe.runtime.storage_errors import as_os_errors
 
 SECONDS = 280.0  # until the others are given up; jax aborts at 300
 _FOLDER = "arrived"  # in the run directory
+_REFUSED = "refused"  # file with the reason why process 0 does not let the others meet
+_LOOK_SECONDS = 1.0
+_LINGER = 5.0  # seconds for which that file is there
 
 
 @contextlib.contextmanager
@@ -26,23 +31,55 @@ def arriving(directory: storage.AnyPath) -> Iterator[None]:
     If the body takes too long, the process exits with code 3 and a sentence that names those that
     have not come; its file stays for those that give up later. Otherwise nothing stays in the run
     directory. With a single process it does nothing.
+
+    Raises:
+      NotMetError: this is process 0, and its port is in use; the others exit with that reason.
     """
     meeting = processes.meeting()
     if meeting is None:
         yield
         return
     folder = directory / _FOLDER / meeting.name
-    own = folder / str(meeting.index)
+    own, over = folder / str(meeting.index), threading.Event()
     with contextlib.suppress(OSError):
         storage.write_whole(own, socket.gethostname().encode())
-    timer = threading.Timer(SECONDS, _give_up, [folder, meeting])
-    timer.daemon = True
-    timer.start()
+    if meeting.index == 0 and (reason := processes.port_fault()):
+        _refuse(folder, reason)
+        remove_with_folders(own, directory.parent)
+        raise processes.NotMetError(reason)
+    threading.Thread(target=_wait, args=(folder, meeting, over), daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        over.set()
         remove_with_folders(own, directory.parent)
+
+
+def _refuse(folder: storage.AnyPath, reason: str) -> None:
+    """Let the others exit with a reason too: those that have come, and come within seconds."""
+    path = folder / _REFUSED
+    with contextlib.suppress(OSError):
+        storage.write_whole(path, reason.encode())
+    time.sleep(_LINGER)
+    remove_with_folders(path, folder)
+
+
+def _wait(folder: storage.AnyPath, meeting: processes.Meeting, over: threading.Event) -> None:
+    """Exit if process 0 gives a reason, or if the others do not come."""
+    end = time.monotonic() + SECONDS
+    while not over.wait(min(_LOOK_SECONDS, max(0.0, end - time.monotonic()))):
+        if meeting.index and (reason := _reason(folder, folder / str(meeting.index))):
+            return _exit(f"process 0 has ended: {reason}")
+        if time.monotonic() >= end:
+            return _give_up(folder, meeting)
+
+
+def _reason(folder: storage.AnyPath, own: storage.AnyPath) -> str:
+    """Why process 0 of this start refuses; "" if it does not."""
+    with contextlib.suppress(OSError), as_os_errors():
+        if storage.modified(folder / _REFUSED) > storage.modified(own) - 3 * _LINGER:
+            return (folder / _REFUSED).read_text()
+    return ""
 
 
 def _give_up(folder: storage.AnyPath, meeting: processes.Meeting) -> None:
@@ -60,6 +97,10 @@ def _give_up(folder: storage.AnyPath, meeting: processes.Meeting) -> None:
         f"s, but not {', '.join(missing) or 'all to the same address'}: start all of them, with "
         f"the same JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and run.dir."
     )
-    with contextlib.suppress(OSError):
+    _exit(sentence)
+
+
+def _exit(sentence: str) -> NoReturn:
+    with contextlib.suppress(OSError):  # the terminal may be closed
         os.write(2, f"error: {sentence}\n".encode())
     os._exit(ExitCode.OTHERS_GONE)

@@ -115,7 +115,11 @@ class Watch(threading.Thread):
         jax does so if the service is gone, most often before this watch notices. Its client accepts
         no Python callback for this case (`missed_heartbeat_callback` ends in `bad_cast`).
         """
-        reason = "jax aborted this process, most often because another one is gone (see above)"
+        reason = (
+            "jax aborted this process: another one is gone, or, if jax's message above has "
+            "'unexpectedly tried to connect', another program has connected to this run's "
+            "JAX_COORDINATOR_ADDRESS as one of its processes"
+        )
         self._aborted = ctypes.CFUNCTYPE(None, ctypes.c_int)(
             lambda _: self._end(ExitCode.OTHERS_GONE, reason)
         )

@@ -17,13 +17,13 @@ from datetime import UTC, datetime
 from jaxpipe.config.paths import is_address
 from jaxpipe.runtime import processes, storage
 from jaxpipe.runtime.directory import RunLock
+from jaxpipe.runtime.exit_code import ExitCode
 from jaxpipe.runtime.spool import Spool
 from jaxpipe.runtime.storage_errors import as_os_errors
 from jaxpipe.runtime.verdict import Report
 from jaxpipe.runtime.watchdog import FILES, reports_in
 
 OWNER = "owner.json"  # the file of the token
-IN_USE = 2  # exit code of a run that finds another start in its directory
 _LOOK_SECONDS = 1.0
 _RECENT = 600.0  # a report that is older, or as far in the future, is of a process that has ended
 # Seconds in which a process that lives reports again: it writes every 3 seconds, and uploads every
@@ -86,7 +86,7 @@ class Ownership:
         self._compared = time.monotonic()
         if reason := self._other():
             processes.leave(
-                IN_USE,
+                ExitCode.BAD_INPUT,
                 f"run.dir={self._spool.shared} is no longer this run's: {reason}; this run has "
                 f"stopped and writes nothing more there: let one start at a time use a run.dir.",
             )

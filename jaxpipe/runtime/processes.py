@@ -4,6 +4,7 @@ With one process every function here does nothing. Importing this module does no
 """
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -54,7 +55,8 @@ def join() -> None:
     try:
         # jax aborts without a message when a heartbeat is missing: a long timeout lets the watch
         # notice first and report it.
-        jax.distributed.initialize(**places, heartbeat_timeout_seconds=3 * SILENT_SECONDS)
+        with _without_proxies():
+            jax.distributed.initialize(**places, heartbeat_timeout_seconds=3 * SILENT_SECONDS)
     except (RuntimeError, ValueError) as error:
         raise NotMetError(
             f"the processes of this run did not meet ({first_line(error)}): start all of them, "
@@ -65,6 +67,50 @@ def join() -> None:
         _met.append(Watch(service))
         _met[0].start()
         _met[0].take_aborts()
+
+
+@contextlib.contextmanager
+def _without_proxies() -> Iterator[None]:
+    """Hide proxies from gRPC, which would ask them for the hosts of this run."""
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if "_proxy" in name.lower()}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def port_fault() -> str:
+    """Why process 0 cannot listen where the others meet; "" if it can, or jax chooses the port.
+
+    jax itself would often crash.
+    """
+    places = _places()
+    if not places:
+        return ""
+    address = places["coordinator_address"]
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or f"[::]:{address.rpartition(':')[2]}"
+    host, _, port = bind.rpartition(":")
+    host = host.strip("[]")
+    try:
+        if host == "::" and not socket.has_dualstack_ipv6():
+            host = "0.0.0.0"
+        number = int(port)
+        kind = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(kind, socket.SOCK_STREAM) as probe:
+            if kind == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, host != "::")
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, number))
+            probe.listen()
+    except (OSError, ValueError, OverflowError) as error:
+        if getattr(error, "errno", None) != errno.EADDRINUSE:
+            return ""  # jax says what is wrong with it
+        return (
+            f"port {port} of JAX_COORDINATOR_ADDRESS={address} is in use on this host, "
+            f"{socket.gethostname()}, perhaps by an earlier start that has not ended: start again, "
+            f"or choose another port"
+        )
+    return ""
 
 
 def meeting() -> Meeting | None:

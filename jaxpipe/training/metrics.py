@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from jaxpipe.runtime.directory import AppendedFile, WriteGuard
-from jaxpipe.runtime.storage import write_whole
+from jaxpipe.training.log_lines import lines_from_end
 from jaxpipe.training.loggers import Logger
 
 MetricValue = float | list[Any]  # a number, or nested lists of numbers
+_STEP = re.compile(rb'\{"step": (\d{1,18}),')  # how a line begins
 _SCALARS = 64  # a list of at most so many numbers is logged as scalars, a longer one as a histogram
 
 
@@ -99,24 +101,32 @@ def _for_json(value: MetricValue) -> Any:
 
 
 def _keep_until(path: Path, last_step: int) -> None:
-    """Drop the steps after `last_step` and damaged lines from a log.
+    """Cut a log after the last undamaged line of a step that is at most `last_step`.
 
-    A crash may truncate a line, or the file system may fill it with other bytes. Steps are in
-    order, so the kept lines usually are the start of the file; truncation then needs no disk space.
+    Steps are in order, so the log is read from its end. A crash may truncate a line, or the file
+    system may fill it with other bytes.
     """
     if not path.exists():
         return
 
     def is_kept(line: bytes) -> bool:
+        begin = _STEP.match(line)
+        if begin and int(begin[1]) > last_step:
+            return False  # most lines that go need not be parsed
         try:
             step = json.loads(line)["step"]
         except (ValueError, LookupError, TypeError, RecursionError):
             return False
         return isinstance(step, int) and step <= last_step
 
-    content = path.read_bytes()
-    kept = b"".join(line + b"\n" for line in content.split(b"\n") if is_kept(line))
-    if content.startswith(kept):
-        os.truncate(path, len(kept))
-    else:
-        write_whole(path, kept)
+    with path.open("rb") as file:
+        kept = ((offset, line) for offset, line in lines_from_end(file) if is_kept(line))
+        offset, line = next(kept, (0, b""))
+        size, end = file.seek(0, os.SEEK_END), offset + len(line)
+        file.seek(end)
+        is_complete = file.read(1) == b"\n"
+    if size > end + is_complete:
+        os.truncate(path, end + is_complete)
+    if line and not is_complete:
+        with path.open("ab") as file:
+            file.write(b"\n")

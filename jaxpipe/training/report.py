@@ -49,22 +49,25 @@ def report_data(directory: AnyPath) -> dict[str, Any]:
     A metric that is a list has a series per index. A series of many steps keeps the least and the
     greatest value of every `ceil(steps / 2000)` steps, so a spike stays visible.
     """
-    logged = list(records(directory))
-    panels = []
-    for panel in _PANELS:
-        series = {}
-        for metric in panel.metrics:
-            for record in logged:
+    found, last = [dict[str, list[list[float]]]() for _ in _PANELS], 0
+    for record in records(directory):
+        last = record["step"]
+        for panel, series in zip(_PANELS, found):
+            for metric in panel.metrics:
                 value = record.get(metric)
                 several = isinstance(value, list)
                 for index, number in enumerate(value if several else [value]):
                     label = f"{panel.index} {index}" if several else metric
                     if number is not None:
-                        series.setdefault(label, []).append([record["step"], number])
-        if series:
-            shown = [{"label": label, "points": _thin(of)} for label, of in series.items()]
-            panels.append({"title": panel.title, "series": shown})
-    last = logged[-1]["step"] if logged else 0
+                        series.setdefault(label, []).append([last, number])
+    panels = [
+        {
+            "title": panel.title,
+            "series": [{"label": label, "points": _thin(of)} for label, of in series.items()],
+        }
+        for panel, series in zip(_PANELS, found)
+        if series
+    ]
     return {"steps": last, "panels": panels}
 
 

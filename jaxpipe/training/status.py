@@ -1,5 +1,6 @@
 """What a run does, from the files in its directory, while it runs and after it has ended."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -7,11 +8,13 @@ from typing import Any
 
 from jaxpipe.checkpoint.listing import list_steps
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime.storage import AnyPath, open_path, size_of
+from jaxpipe.runtime.storage import AnyPath, open_binary, open_path, size_of
 from jaxpipe.runtime.storage_errors import as_os_errors, describe
 from jaxpipe.runtime.verdict import Report
 from jaxpipe.runtime.watchdog import FILES, STACKS, reports_in
+from jaxpipe.training.log_lines import lines_from_end
 
+_LINES = 100  # of metrics.jsonl that are read in search of one that is not damaged
 _RECENT = 20.0  # seconds since the last report of a process that still runs
 
 
@@ -61,26 +64,35 @@ def _size(path: AnyPath) -> int:
         return 0
 
 
-def records(directory: AnyPath, newest: int = 0) -> Iterator[dict[str, Any]]:
-    """The complete lines of a run's metrics.jsonl, or of its `newest` lines (0: of all)."""
+def records(directory: AnyPath) -> Iterator[dict[str, Any]]:
+    """The complete lines of a run's metrics.jsonl."""
     path = directory / "metrics.jsonl"
-    content = path.read_bytes() if path.exists() else b""
-    for line in content.decode(errors="replace").splitlines()[-newest:]:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            yield record
+    if path.exists():
+        with path.open("rb") as file:
+            yield from filter(None, map(_record, file))
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None if it is damaged."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def _step(directory: AnyPath) -> Iterator[str]:
     """The last step that is logged."""
-    newest = list(records(directory, newest=2))  # a line that is being written is incomplete
+    path, newest = directory / "metrics.jsonl", None
+    if path.exists():
+        with open_binary(path) as file:
+            lines = (line for _, line in lines_from_end(file))
+            # A line that is being written is incomplete.
+            newest = next(filter(None, map(_record, itertools.islice(lines, _LINES))), None)
     if not newest:
         yield "no step is logged"
         return
-    step, loss, seconds = map(newest[-1].get, ("step", "loss", "step_seconds"))
+    step, loss, seconds = map(newest.get, ("step", "loss", "step_seconds"))
     words = "not finite" if loss is None else f"{loss:.4f}"
     yield f"step {step}: loss {words}, {seconds or 0.0:.3f} s a step"
 
@@ -92,12 +104,16 @@ def _saved(directory: AnyPath) -> Iterator[str]:
 
 
 def _running(directory: AnyPath) -> Iterator[str]:
-    """A line for every process of the newest start."""
+    """A line for every process of the newest start.
+
+    Every start has a process 0, which overwrites the report of the one before, so its report is of
+    the newest start, whatever the clocks of the hosts were.
+    """
     files = sorted((directory / FILES).glob("process-*.json"))
     reports = list(reports_in([file.read_text(errors="replace") for file in files]))
-    newest = max((report.started for report in reports), default="")
-    for report in sorted(reports, key=lambda report: report.process):
-        if report.started == newest:
+    reports.sort(key=lambda report: report.process)
+    for report in reports:
+        if report.started == reports[0].started:
             yield f"{report.name} {_doing(report)}"
 
 
@@ -106,6 +122,11 @@ def _doing(report: Report) -> str:
     seconds = (datetime.now(UTC) - written).total_seconds()
     if report.over:
         return f"has ended at {report.written}"
+    if seconds < -_RECENT:
+        return (
+            f"was last seen {report.doing} at {report.written}, which this machine's clock has not "
+            f"reached: set the clocks, or see whether it still runs"
+        )
     if seconds > _RECENT:
         return f"died or is stopped: last seen {report.doing} at {report.written}"
-    return f"is {report.doing}, since {report.age + seconds:.0f} s, in {report.where}"
+    return f"is {report.doing}, since {report.age + max(seconds, 0):.0f} s, in {report.where}"

@@ -12,6 +12,8 @@ from jaxpipe.runtime.directory import AppendedFile
 from jaxpipe.runtime.spool import local_folder
 from jaxpipe.training.loggers import Shown
 
+_NAME = "events.out.tfevents"
+
 
 class TensorBoard:
     """A logger that writes event files to `<run.dir>/tensorboard`.
@@ -24,7 +26,10 @@ class TensorBoard:
     def __init__(self, config: Config, last_step: int):
         directory = local_folder(config.run.dir) / "tensorboard"
         self.name = str(directory)
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        # TensorBoard reads files in the order of their names, whatever the clock of a start was.
+        older = [int(path.name.split(".")[3]) for path in directory.glob(f"{_NAME}.[0-9]*.*")]
+        number = max(int(time.time()), max(older, default=0) + 1)
+        name = f"{_NAME}.{number}.{socket.gethostname()}.{os.getpid()}"
         self._file = AppendedFile(directory / name)
         self._is_new = True
         self._starts_after: int | None = last_step

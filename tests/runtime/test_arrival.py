@@ -1,6 +1,7 @@
 """Processes of which some never come say which, and leave nothing where all come."""
 
 import os
+import socket
 import sys
 import time
 
@@ -77,3 +78,49 @@ def test_launchers_give_a_place(monkeypatch):
     for name, value in [("JOB_ID", "77"), ("PROCID", "3"), ("STEP_NUM_TASKS", "16")]:
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert processes.meeting() == ("SLURM-77", 3, 16)
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1"])
+def test_a_port_in_use_is_named_before_jax_tries_it(tmp_path, monkeypatch, address):
+    with socket.socket() as taken:
+        taken.bind((address, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", f"localhost:{port}")
+        monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+        monkeypatch.setenv("JAX_PROCESS_ID", "0")
+        monkeypatch.setattr(arrival, "_LINGER", 0.0)
+        with (
+            pytest.raises(processes.NotMetError, match=f"^port {port} of JAX_COORD.* is in use"),
+            arriving(tmp_path / "run"),
+        ):
+            pytest.fail("it has not tried the port")
+    assert not (tmp_path / "run").exists()
+    assert processes.port_fault() == ""
+
+
+def test_the_others_end_with_the_reason_of_process_0(tmp_path, monkeypatch):
+    """Not with that of an earlier start."""
+    monkeypatch.setattr(arrival, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "a:1")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setenv("JAX_PROCESS_ID", "1")
+    ended, refused = [], tmp_path / "arrived" / "a:1" / "refused"
+    monkeypatch.setattr(arrival, "_exit", ended.append)
+    refused.parent.mkdir(parents=True)
+    refused.write_text("port 1 is in use")
+    os.utime(refused, (1, 1))
+    with arriving(tmp_path):
+        time.sleep(0.3)
+        assert not ended
+        os.utime(refused)
+        time.sleep(0.5)
+    assert ended[0] == "process 0 has ended: port 1 is in use"
+
+
+def test_proxies_are_hidden_while_processes_meet(monkeypatch):
+    for name in ("http_proxy", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with processes._without_proxies():
+        assert not [name for name in os.environ if name.lower().endswith("_proxy")]
+    assert os.environ["HTTPS_PROXY"] == "http://127.0.0.1:9"

@@ -168,6 +168,14 @@ def test_each_step_stands_once_after_a_resume(tmp_path):
     assert list((tmp_path / "tensorboard").glob("events*"))
 
 
+def test_event_files_are_read_in_the_order_of_starts_whatever_the_clock(tmp_path, monkeypatch):
+    for clock in (2000, 1000, 3000):
+        monkeypatch.setattr("jaxpipe.training.tensorboard.time.time", lambda now=clock: now)
+        write(tmp_path, [1], last_step=0)
+    names = sorted(path.name for path in (tmp_path / "tensorboard").iterdir())
+    assert [int(name.split(".")[3]) for name in names] == [2000, 2001, 3000]
+
+
 def test_numbers_that_json_lacks_are_null(tmp_path):
     with MetricsLog(tmp_path, last_step=0) as log:
         log.write(1, {"loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5})

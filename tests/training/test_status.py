@@ -1,15 +1,23 @@
 """`python -m jaxpipe.train --status RUN_DIR`, during a run and after it has died or ended."""
 
+import json
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
+from io import FileIO
 from pathlib import Path
 
+import msgspec
 import pytest
 from commands import SMALL, start, train_command
 from several import start_all, wait_for_step
 
 from jaxpipe import train
 from jaxpipe.config import ConfigError
+from jaxpipe.runtime.verdict import Report
+from jaxpipe.training import log_lines
+from jaxpipe.training import status as status_module
+from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.status import status
 
 SIZES = ["parallel.pp=2", "parallel.dp=1", "train.eval_every=0", "log.tensorboard=false"]
@@ -85,6 +93,53 @@ def test_a_run_that_cannot_be_read(monkeypatch):
         with pytest.raises(ConfigError, match=sentence):
             status("/run")
         errors.pop(0)
+
+
+def test_the_newest_start_is_that_of_process_0_whatever_the_clocks(tmp_path):
+    """Four processes; the clock goes back an hour, and two start again."""
+    now = datetime.now(UTC)
+    (tmp_path / "config.toml").touch()
+    (tmp_path / "processes").mkdir()
+    for process in range(4):
+        at = now + timedelta(hours=process > 1)
+        report = Report(
+            process=process, started=at.strftime("%Y-%m-%dT%H-%M-%S"), beat=3, host="h", pid=1,
+            written=at.isoformat(timespec="seconds"), phase="step", step=7, number=9, age=0.1,
+            limit=60.0, finished=6, waits=0, where="x",
+        )  # fmt: skip
+        path = tmp_path / "processes" / f"process-{process}.json"
+        path.write_bytes(msgspec.json.encode(report))
+    lines = [line for line in status(tmp_path).splitlines() if line.startswith("process")]
+    assert [line.split()[1] for line in lines] == ["0", "1"]
+    assert all(" is running a step" in line for line in lines)
+    for process in (0, 1):
+        (tmp_path / "processes" / f"process-{process}.json").unlink()
+    lines = [line for line in status(tmp_path).splitlines() if line.startswith("process")]
+    assert all("which this machine's clock has not reached" in line for line in lines)
+
+
+def test_only_the_end_of_a_log_is_read(tmp_path, monkeypatch):
+    (tmp_path / "config.toml").touch()
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(1, 100_001):
+            file.write(f'{{"step": {step}, "loss": 2.0, "step_seconds": 0.5}}\n')
+        file.write('{"step": 100001, "lo')
+    monkeypatch.setattr(log_lines, "_BLOCK", 1000)
+    reads = []
+
+    class Counting(FileIO):
+        def read(self, size=-1):
+            reads.append(size)
+            return super().read(size)
+
+    monkeypatch.setattr(status_module, "open_binary", Counting)
+    assert status(tmp_path).startswith("step 100000: loss 2.0000")
+    assert sum(reads) <= 2000
+    log_path = tmp_path / "metrics.jsonl"
+    with MetricsLog(tmp_path, last_step=99_990) as log:
+        log.write(99_991, {"loss": 1.0})
+    lines = log_path.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 99_992))
 
 
 def test_a_run_whose_last_loss_is_not_finite(tmp_path):
