@@ -20,6 +20,7 @@ import msgspec
 
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.data.limits import bounded
+from jaxpipe.data.lost_text import check_written
 from jaxpipe.data.optional import import_optional
 from jaxpipe.data.records import ChatMessage, ConversationWriter, Passages
 from jaxpipe.data.tokenizing import Tokenizer
@@ -67,13 +68,18 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         In a template without that tag the text of a message starts where the messages before it
         end, generation prompt included, and ends where the messages up to it do.
 
-        Raises `ValueError` where the template refuses the conversation, or does not show which text
-        belongs to a message that counts.
+        Raises `ValueError` where the template refuses the conversation, does not write all of it,
+        or does not show which text belongs to a message that counts.
         """
         template = _compile(self._source(bool(tools)))
         render = partial(_render, template.template, self._variables(tools))
+        text = render([message.values for message in messages])
+        check_written(
+            messages, tools, text,
+            lambda messages, tools: _render(template.template, self._variables(tools), messages),
+        )  # fmt: skip
         find = _passages_by_tag if template.has_generation_tag else _passages_by_prefixes
-        return [passage for passage in find(messages, render) if passage[0]]
+        return [passage for passage in find(messages, text, render) if passage[0]]
 
     def prompt(self, messages: list[ChatMessage]) -> str:
         """Write a conversation up to where the text of the assistant's next message begins.
@@ -81,7 +87,8 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         Raises `ValueError` where the template refuses the conversation.
         """
         template = _compile(self._source(has_tools=False)).template
-        text = _render(template, self._variables([]), messages, generation_prompt=True)
+        values = [message.values for message in messages]
+        text = _render(template, self._variables([]), values, generation_prompt=True)
         return _MARKS.sub("", text)
 
     def _variables(self, tools: list[Any]) -> dict[str, Any]:
@@ -95,20 +102,20 @@ class ChatTemplate(msgspec.Struct, frozen=True):
 
 
 class _Renderer(Protocol):
-    def __call__(self, messages: list[ChatMessage], generation_prompt: bool = False) -> str: ...
+    def __call__(self, messages: list[dict[str, Any]], generation_prompt: bool = False) -> str: ...
 
 
 def _render(
     template: Any,
     variables: dict[str, Any],
-    messages: list[ChatMessage],
+    messages: list[dict[str, Any]],
     generation_prompt: bool = False,
 ) -> str:
     """Return the text of messages. Raises `ValueError` where the template raises anything."""
     try:
         with bounded(_SECONDS, _MEMORY):
             return template.render(
-                messages=[message.values for message in messages],
+                messages=messages,
                 add_generation_prompt=generation_prompt,
                 **variables,
             )
@@ -118,8 +125,10 @@ def _render(
         ) from error
 
 
-def _passages_by_tag(messages: list[ChatMessage], render: _Renderer) -> Iterator[tuple[str, bool]]:
-    parts = _MARKS.split(render(messages))
+def _passages_by_tag(
+    messages: list[ChatMessage], text: str, _: _Renderer
+) -> Iterator[tuple[str, bool]]:
+    parts = _MARKS.split(text)
     flags = [True] * parts.count(_BEGIN)
     if any(message.counts != message.is_reply for message in messages):
         replies = [message.counts for message in messages if message.is_reply]
@@ -139,14 +148,14 @@ def _passages_by_tag(messages: list[ChatMessage], render: _Renderer) -> Iterator
 
 
 def _passages_by_prefixes(
-    messages: list[ChatMessage], render: _Renderer
+    messages: list[ChatMessage], text: str, render: _Renderer
 ) -> Iterator[tuple[str, bool]]:
-    text, position = render(messages), 0
+    values, position = [message.values for message in messages], 0
     for number, message in enumerate(messages):
         if not message.counts:
             continue
-        before = render(messages[:number], generation_prompt=message.is_reply)
-        through = render(messages[: number + 1])
+        before = render(values[:number], generation_prompt=message.is_reply)
+        through = render(values[: number + 1])
         if not position <= len(before) <= len(through) or not all(
             map(text.startswith, (before, through))
         ):

@@ -203,7 +203,8 @@ class RecordConverter:
         """
         names = ["from" if "from" in message and "role" not in message else "role"]
         names += ["value" if "value" in message and "content" not in message else "content"]
-        self._check_lost(message, (*names, *_SWITCHES, *read), "it")
+        harmless = harmless_keys(message.get(names[0]))
+        self._check_lost(message, (*names, *_SWITCHES, *read), "it", harmless)
         dropped = self.ignored.union(names, _SWITCHES)
         values = {key: value for key, value in message.items() if key not in dropped}
         role = _read_value(message, names[0])
@@ -221,14 +222,28 @@ class RecordConverter:
         counts = counts and values["role"] == "assistant"
         return ChatMessage(values, bool(next(iter(switches.values()), counts)))
 
-    def _check_lost(self, record: dict[str, Any], used: tuple[str, ...], of: str) -> None:
+    def _check_lost(
+        self,
+        record: dict[str, Any],
+        used: tuple[str, ...],
+        of: str,
+        harmless: frozenset[str] = HARMLESS,
+    ) -> None:
         """Raise `ValueError` for non-empty keys that are neither used nor harmless."""
-        known = HARMLESS.union(used, self.ignored)
+        known = harmless.union(used, self.ignored)
         lost = [key for key, value in record.items() if key not in known and not _is_empty(value)]
         if lost:
             names = ", ".join(map(repr, lost))
             where = f"it has {names}" if of == "it" else f"it has {names} beside {of}"
             raise ValueError(f"{where}, which would be lost")
+
+
+def harmless_keys(role: Any) -> frozenset[str]:
+    """Return the keys of a message that do not affect the training data.
+
+    The name of a tool repeats what the call says, but that of a person says who speaks.
+    """
+    return HARMLESS if role in ("tool", "function") else HARMLESS - {"name"}
 
 
 def _is_empty(value: Any) -> bool:

@@ -276,13 +276,13 @@ def test_what_a_template_cannot_write_is_refused(tmp_path: Path, name: str) -> N
 
 
 def test_a_template_for_tools_is_used_for_tools_alone(tmp_path: Path) -> None:
-    named = {"default": PLAIN, "tool_use": "{{ tools | length }} tools:" + PLAIN}
+    named = {"default": PLAIN, "tool_use": "{{ tools[0].function.name }} of " + PLAIN}
     listed = [{"name": name, "template": source} for name, source in named.items()]
     records = converter(write_model(tmp_path / "model", "</s>", listed))
     turns = [says("human", "a"), says("gpt", "b")]
     assert flagged(records.passages({"messages": turns}))[0] == "useraassistantb"
     of_tools = records.passages({"conversations": turns, "tools": [TOOL]})
-    assert flagged(of_tools)[0] == "1 tools:useraassistantb"
+    assert flagged(of_tools)[0] == "add of useraassistantb"
 
 
 @pytest.mark.usefixtures("in_process")

@@ -101,6 +101,10 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [says([{"type": "image_url", "image_url": {"url": "x"}}])]},
         "a part of its content is not like",
     ),
+    "name": (
+        {"messages": [USER | {"name": "Ann"}, says()]},
+        "message 1: it has 'name', which would",
+    ),
     "role": ({"messages": [{"role": "bot", "content": "yo"}]}, "role 'bot' is none of system,"),
     "two of them": ({"messages": [USER], "conversations": [USER]}, "'conversations' beside"),
     "text too": ({"messages": [USER], "text": "hi"}, "'text' beside its messages"),
@@ -132,7 +136,8 @@ def test_what_would_be_lost_can_be_ignored_and_what_is_harmless_is() -> None:
     ignoring = RecordConverter(ignored=frozenset({"tools", "tool_calls"}))
     assert whole(ignoring.passages(record)) == HI + YO
     known = dict.fromkeys(HARMLESS, "x")
-    assert whole(RecordConverter().passages({"messages": [known | USER], **known})) == HI
+    message = known | USER | {"name": ""}
+    assert whole(RecordConverter().passages({"messages": [message], **known})) == HI
 
 
 def test_a_field_may_be_nested_and_hold_messages() -> None:
