@@ -34,6 +34,8 @@ class DataConfig(Section, kw_only=True):
     source: Literal["stdlib", "dummy", "file"] = "stdlib"
     path: AnyPath = ""  # file of token ids, folder of them, or pattern like "tokens/*.bin"
     sources: tuple[SourceConfig, ...] = ()  # mixture of sources, in place of source and path
+    # columns of Parquet beside the ids that are left out although they may change what is trained
+    ignore_columns: tuple[str, ...] = ()
     heldout_path: AnyPath = ""  # tokens of held-out losses; empty: the end of each source
     heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05  # share held out without that path
     shuffle: bool = True  # new order of samples every epoch

@@ -1,8 +1,10 @@
-"""Parquet shards: a column of lists of token ids, each list a document.
+"""Parquet shards: a column of lists of token ids, each list a document or several.
 
 The unit of reading is a row group, so a sample costs reading one or two of them. The file's footer
 gives the number of tokens of each row group. Other columns may mark the tokens that count in the
-loss: masks of 0 and 1, or `labels`, which equal the ids, or -100 for tokens that do not count.
+loss: masks of 0 and 1, or `labels`, which equal the ids, or -100 for tokens that do not count. Or
+they say where the documents of a packed row begin (`packed_rows`). A column that may say something
+else of the ids is refused.
 """
 
 import bisect
@@ -17,13 +19,18 @@ import numpy as np
 
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.data.optional import import_optional
+from jaxpipe.data.packed_rows import BORDERS, LENGTHS, find_document_ends
+from jaxpipe.data.records import HARMLESS
 from jaxpipe.data.tokens import IdFile
 from jaxpipe.model.loss import IGNORE
 
 COLUMNS = ("input_ids", "tokens")  # names of the id column where several columns have lists
 # A token counts in the loss if every mask column of the file marks it.
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
-PADDED = "attention_mask"  # read only to refuse rows with padding
+# Columns that are read only to refuse rows with other values, and the value that they may have.
+CONSTANT = {"attention_mask": 1, "token_type_ids": 0}
+# Columns beside ids that do not change what is trained; so are all that hold a string or a time.
+UNREAD = HARMLESS | {"text", "length", "special_tokens_mask", "__index_level_0__"}
 _KEPT = 4  # row groups per shard that are cached in memory
 
 
@@ -84,12 +91,15 @@ class ParquetShard:
             begin = self.starts[number]
 
 
-def open_parquet(path: Path) -> ParquetShard:
+def open_parquet(path: Path, ignored: frozenset[str] = frozenset()) -> ParquetShard:
     """Open a Parquet file by its footer.
 
+    `ignored` has names of columns that are left out although they may change what is trained.
+
     Raises `ConfigError` where it is no Parquet file, has no column of lists of integers, or has
-    several and none is named `input_ids` or `tokens`. Reading it later raises where the tokens of a
-    row group differ in number from its footer, are padded, or do not match their masks.
+    several and none is named `input_ids` or `tokens`, or has a column that is not known. Reading it
+    later raises where the tokens of a row group differ in number from its footer, are padded, or do
+    not match their masks or borders.
     """
     parquet = import_optional("pyarrow.parquet", f"reading {path}")
     try:
@@ -97,8 +107,9 @@ def open_parquet(path: Path) -> ParquetShard:
             metadata, schema = file.metadata, file.schema_arrow
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is no Parquet file, or is truncated: write it again.") from error
-    column, masks = _id_column(path, schema), [name for name in MASKS if name in schema.names]
-    columns = [column, *masks, *([PADDED] if PADDED in schema.names else [])]
+    column, known = _choose_columns(path, schema, ignored)
+    masks = [name for name in MASKS if name in known]
+    borders = [name for name in (LENGTHS, *BORDERS) if name in known]
     chunks = [
         next(
             chunk
@@ -115,7 +126,7 @@ def open_parquet(path: Path) -> ParquetShard:
     def group(number: int) -> RowGroupTokens:
         try:  # open the file anew, because a ParquetFile is not thread-safe
             with parquet.ParquetFile(path, metadata=metadata) as file:
-                table = file.read_row_group(number, columns=columns)
+                table = file.read_row_group(number, columns=[column, *known])
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"row group {number} of {path} cannot be read ({first_line(error)}): write it "
@@ -128,16 +139,22 @@ def open_parquet(path: Path) -> ParquetShard:
                 f"statistics that tell: write it without these."
             )
         counted = np.ones(len(ids), bool)
-        for name in columns[1:]:
-            values, mask_lengths = _flatten(table[name])
-            if fault := _describe_mask_fault(name, values, mask_lengths, ids, lengths):
+        read = {name: _flatten(table[name]) for name in known}
+        for name, (values, other_lengths) in read.items():
+            fault = name != LENGTHS and _describe_fault(name, values, other_lengths, ids, lengths)
+            if fault:
                 raise ConfigError(f"row group {number} of {path}, {fault}.")
-            counted &= values != IGNORE if name == "labels" else values != 0
-        return RowGroupTokens(ids, np.cumsum(lengths[lengths > 0]), counted if masks else None)
+            if name in masks:
+                counted &= values != IGNORE if name == "labels" else values != 0
+        try:
+            ends = find_document_ends({name: read[name] for name in borders}, ids, lengths)
+        except ValueError as fault:
+            raise ConfigError(f"row group {number} of {path}, {fault}.") from fault
+        return RowGroupTokens(ids, ends, counted if masks else None)
 
     digest = IdFile(path, np.dtype("u1"), 0, path.stat().st_size).sampled_digest()
-    # The same ids with a loss mask are other samples, so the mask columns are part of the digest.
-    digest += f" {'+'.join(masks)}" if masks else ""
+    # The same ids with a loss mask or other borders are other samples.
+    digest += f" {'+'.join([*masks, *borders])}" if masks or borders else ""
     starts = tuple(accumulate(sizes, initial=0))
     return ParquetShard(path, starts, group, bool(masks), digest)
 
@@ -151,21 +168,24 @@ def _flatten(column: Any) -> tuple[np.ndarray, np.ndarray]:
     return values, lengths.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _describe_mask_fault(
-    name: str, values: np.ndarray, mask_lengths: np.ndarray, ids: np.ndarray, lengths: np.ndarray
+def _describe_fault(
+    name: str, values: np.ndarray, other_lengths: np.ndarray, ids: np.ndarray, lengths: np.ndarray
 ) -> str:
-    """Describe why a column, with lists of `mask_lengths`, is no mask of the ids, or return ""."""
-    if (other := mask_lengths != lengths).any():
+    """Describe why a column, with lists of `other_lengths`, does not fit the ids, or return ""."""
+    if (other := other_lengths != lengths).any():
         row = int(other.argmax())
         return (
-            f"row {row + 1}: {name} has {mask_lengths[row]} values for {lengths[row]} ids: write "
+            f"row {row + 1}: {name} has {other_lengths[row]} values for {lengths[row]} ids: write "
             f"both alike"
         )
+    if name in BORDERS:
+        return ""
     if name == "labels":
         wrong = (values != IGNORE) & (values != ids)
         allowed = f"the id itself or {IGNORE}; labels that are moved by one token are not read"
-    elif name == PADDED:
-        wrong, allowed = values != 1, "1, for a row is taken as a document without padding"
+    elif name in CONSTANT:
+        wrong = values != CONSTANT[name]
+        allowed = f"{CONSTANT[name]}, for a row is taken as text without kinds of tokens or padding"
     else:
         wrong, allowed = (values != 0) & (values != 1), "0 or 1"
     if not wrong.any():
@@ -175,27 +195,48 @@ def _describe_mask_fault(
     return f"row {row + 1}: {name} is {values[at]} beside the id {ids[at]}, and must be {allowed}"
 
 
-def _id_column(path: Path, schema: Any) -> str:
-    """Return the name of the column with the ids."""
+def _choose_columns(path: Path, schema: Any, ignored: frozenset[str]) -> tuple[str, list[str]]:
+    """Return the name of the column with the ids, and those of the columns read beside it."""
     types = import_optional("pyarrow.types", f"reading {path}")
-    kinds = {field.name: _value_type(field.type) for field in schema}
-    for name in (*MASKS, PADDED):
-        kind = kinds.pop(name, None)
+    kinds = {field.name: _value_type(field.type) for field in schema if field.name not in ignored}
+    known = [name for name in (*MASKS, *CONSTANT, LENGTHS, *BORDERS) if name in kinds]
+    for name in known:
+        kind = kinds.pop(name)
         number = kind is not None and (types.is_boolean(kind) or types.is_integer(kind))
-        if name in schema.names and not (number or (kind and types.is_floating(kind))):
+        if not (number or (kind and types.is_floating(kind) and name in MASKS)):
             raise ConfigError(
                 f"{path} has a column {name} of {schema.field(name).type}, but beside ids it is "
-                f"lists of numbers that say what counts in the loss: write it so, or drop it."
+                f"lists of numbers, one for each id or document: write it so, or drop it."
             )
-    lists = [name for name, kind in kinds.items() if kind is not None and types.is_integer(kind)]
-    chosen = [name for name in COLUMNS if name in lists] or lists
-    if chosen == lists and len(lists) != 1:
+    lists = [
+        name
+        for name, kind in kinds.items()
+        if kind is not None and types.is_integer(kind) and name not in UNREAD
+    ]
+    named = [name for name in COLUMNS if name in lists]
+    if not named and len(lists) != 1:
         raise ConfigError(
             f"{path} has {len(lists)} columns of lists of integers, and none named "
             f"{' or '.join(COLUMNS)}: give the ids that name, or turn text into ids with "
             f"`python -m jaxpipe.data prepare`."
         )
-    return chosen[0]
+    column = (named or lists)[0]
+    for name in (name for name in kinds if name not in {column, *UNREAD}):
+        kind = schema.field(name).type
+        if not (_is_text(kind) or types.is_temporal(kind) or types.is_null(kind)):
+            raise ConfigError(
+                f"{path} has a column {name} of {kind} beside {column}, and it is not known "
+                f"whether it changes what is trained: drop it, or leave it out by "
+                f"data.ignore_columns='[\"{name}\"]'."
+            )
+    return column, known
+
+
+def _is_text(kind: Any) -> bool:
+    types = import_optional("pyarrow.types", "reading Parquet")
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
 def _value_type(kind: Any) -> Any:

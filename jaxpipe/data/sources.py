@@ -21,7 +21,12 @@ from jaxpipe.data.samples import (
     StreamSamples,
     TokenSamples,
 )
-from jaxpipe.data.token_files import check_tokenizers, find_prepared_folders, open_documents
+from jaxpipe.data.token_files import (
+    check_tokenizers,
+    find_bare_files,
+    find_prepared_folders,
+    open_documents,
+)
 from jaxpipe.data.tokens import BareShard
 
 DUMMY_SAMPLES = 1 << 20
@@ -293,6 +298,11 @@ def _check_records(path: str, *, in_pairs: bool) -> None:
             f"train.loss='dpo' reads pairs, but {path} is no folder that `python -m jaxpipe.data "
             f"prepare --pairs` wrote: prepare it so."
         )
+    if in_pairs and (others := find_bare_files(path)):
+        raise ConfigError(
+            f"train.loss='dpo' reads pairs, but {path} also names {others[0]}, no prepared "
+            f"folder: name the folders alone."
+        )
     if not in_pairs and any(read_manifest(folder).pairs for folder in folders):
         raise ConfigError(
             f"{path} has pairs of answers, and training on both as text would teach the rejected "
@@ -319,12 +329,14 @@ def _open_sources(
     for path in [*(one.path for one in sources if one.weight), config.heldout_path]:
         if path:
             _check_records(path, in_pairs=together > 1)
+    ignored = frozenset(config.ignore_columns)
     opened = [
-        (open_documents(source.path, vocab_size), source.weight)
+        (open_documents(source.path, vocab_size, ignored), source.weight)
         for source in sources
         if source.weight
     ]
-    apart = [(open_documents(config.heldout_path, vocab_size), 1.0)] if config.heldout_path else []
+    heldout = config.heldout_path
+    apart = [(open_documents(heldout, vocab_size, ignored), 1.0)] if heldout else []
     known = [documents for documents, _ in (*opened, *apart) if documents.tokenizer]
     check_tokenizers({documents.tokenizer: documents.place for documents in known})
     _check_disjoint([documents for documents, _ in opened], [documents for documents, _ in apart])

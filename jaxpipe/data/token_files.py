@@ -18,8 +18,12 @@ _SUFFIXES = (".bin", ".npy", ".parquet")
 _CHUNK = 1 << 20  # tokens checked at a time
 
 
-def open_documents(path: str, vocab_size: int) -> ShardedDocuments:
+def open_documents(
+    path: str, vocab_size: int, ignored: frozenset[str] = frozenset()
+) -> ShardedDocuments:
     """Open the token files that a path names, in the order of their names.
+
+    `ignored` has names of Parquet's columns, see `open_parquet`.
 
     Raises `ConfigError` where there is none, one is faulty, or they were prepared with different
     tokenizers.
@@ -36,7 +40,7 @@ def open_documents(path: str, vocab_size: int) -> ShardedDocuments:
             files += _list_token_files(source)
     check_tokenizers(tokenizers)
     full_digest = sum(file.stat().st_size for file in files) <= FULL_DIGEST_BYTES
-    shards += [_open_file(file, vocab_size, full_digest=full_digest) for file in files]
+    shards += [_open_file(file, vocab_size, ignored, full_digest=full_digest) for file in files]
     shards = [shard for shard in shards if shard.size]
     if not shards:
         raise ConfigError(f"{path} holds no tokens: write it again, or name another in [data].")
@@ -47,6 +51,11 @@ def open_documents(path: str, vocab_size: int) -> ShardedDocuments:
 def find_prepared_folders(path: str) -> list[Path]:
     """Return the prepared folders that a path names, in the order of their names."""
     return [folders for folders in _find_inputs(path) if (folders / MANIFEST).exists()]
+
+
+def find_bare_files(path: str) -> list[Path]:
+    """Return what a path names besides prepared folders, in the order of their names."""
+    return [one for one in _find_inputs(path) if not (one / MANIFEST).exists()]
 
 
 def check_tokenizers(places: dict[str, Path] | dict[str, str]) -> None:
@@ -107,13 +116,15 @@ def _is_token_file(file: Path) -> bool:
     return file.suffix.lower() in _SUFFIXES
 
 
-def _open_file(path: Path, vocab_size: int, *, full_digest: bool) -> TokenShard:
+def _open_file(
+    path: Path, vocab_size: int, ignored: frozenset[str], *, full_digest: bool
+) -> TokenShard:
     if path.suffix == ".bin" and path.with_suffix(".idx").exists():
         return open_indexed(path)
     if path.stat().st_size == 0:
         raise ConfigError(f"the token file {path} is empty: write it again, or name another.")
     if path.suffix.lower() == ".parquet":
-        return open_parquet(path)
+        return open_parquet(path, ignored)
     return open_tokens(path, vocab_size, full_digest=full_digest)
 
 

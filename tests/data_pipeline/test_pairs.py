@@ -165,6 +165,15 @@ def test_refusals(tmp_path):
     sizes = {"seq_len": 8, "vocab_size": 256, "seed": 0, "directory": folder}
     with pytest.raises(ConfigError, match="would teach the rejected ones too"):
         open_data(config, **sizes)
+    np.save(folder.parent / "z.npy", np.zeros(99, "u1"))  # beside the folder of pairs
+    with pytest.raises(
+        ConfigError, match=r"also names .*z\.npy, no prepared folder: name the fold"
+    ):
+        open_data(
+            DataConfig(source="file", path=str(folder.parent / "[pz]*[sy]")),
+            **sizes,
+            answers=("reference",),
+        )
     (tmp_path / "text.jsonl").write_bytes(lines([{"text": "abc " * 30}]))
     prepared([tmp_path / "text.jsonl"], tmp_path / "text")
     config = DataConfig(source="file", path=str(tmp_path / "text"))

@@ -178,6 +178,10 @@ FAULTS = {
         {"attention_mask": changed([[1, 1, 1]] * 5, 3, [1, 1, 0])},
         r"row group 1 of .*a\.parquet, row 2: attention_mask is 0 beside the id 8, .* padding\.$",
     ),
+    "kinds of tokens": (
+        {"token_type_ids": changed([[0, 0, 0]] * 5, 0, [0, 1, 1])},
+        r"row group 0 of .*a\.parquet, row 1: token_type_ids is 1 beside the id 6, and must be 0",
+    ),
     "shifted labels": (
         {"labels": [[*row[1:], -100] for row in DOCUMENTS]},
         r"row group 0 of .*a\.parquet, row 1: labels is 6 beside the id 5, .* moved by one token",
@@ -204,6 +208,9 @@ def test_a_mask_that_does_not_fit_is_refused_by_row(tmp_path: Path, fault: str) 
     documents = open_documents(path, 10)
     with pytest.raises(ConfigError, match=sentence):
         documents.stream(0, len(documents))
+
+    if fault == "kinds of tokens":
+        assert open_documents(path, 10, frozenset({"token_type_ids"})).lengths.tolist() == [3] * 5
 
 
 @pytest.mark.parametrize("name", ["a.BIN", "a.Bin"])
