@@ -118,11 +118,11 @@ HARMLESS = frozenset({
     "output_hidden_states", "output_router_logits", "torchscript", "tf_legacy_loss",
     "chunk_size_feed_forward", "gradient_checkpointing", "pretraining_tp", "attn_implementation",
     "cache_implementation", "num_logits_to_keep", "tokenizer_class", "prefix", "is_decoder",
-    "initializer_range", "attention_dropout", "hidden_dropout", "dropout", "model_max_length",
-    "unsloth_fixed", "unsloth_version", "transformers.js_config", "max_sequence_length",
+    "initializer_range", "model_max_length", "max_sequence_length", "unsloth_fixed",
+    "unsloth_version", "transformers.js_config", "is_llama_config",
     # classification
     "id2label", "label2id", "num_labels", "problem_type", "finetuning_task",
-    "task_specific_params", "classifier_dropout",
+    "task_specific_params",
     # generation
     "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
     "forced_bos_token_id", "forced_eos_token_id", "max_length", "min_length", "do_sample",
@@ -204,8 +204,9 @@ def check_known(theirs: Mapping[str, Any], known: Collection[str], place: str = 
       place: name of the table.
     """
     for name, value in theirs.items():
-        # transformers keeps its own notes in names with an underscore.
-        if value and name not in known and name not in HARMLESS and not name.startswith("_"):
+        # transformers keeps its own notes in names with an underscore; dropout is of training.
+        harmless = name in HARMLESS or name.startswith("_") or "dropout" in name
+        if value and name not in known and not harmless:
             raise ValueError(
                 f"has {name}={value!r}{place}, which is not known here and may change what the "
                 f"model computes: remove it if it does not, or take another checkpoint."
@@ -226,7 +227,7 @@ def check_quantised(theirs: Mapping[str, Any], method: str = "fp8") -> None:
             f"has quantization_config={settings!r} but of quantised weights only those of the "
             f"quant_method {method!r} can be read: take a checkpoint in bfloat16."
         )
-    if method == "fp8":
-        check_only(settings, _FP8)
-        known = {"quant_method", "modules_to_not_convert", "scale_fmt", "dequantize", *_FP8}
-        check_known(settings, known, " in its quantization_config")
+    own = _FP8 if method == "fp8" else {}
+    check_only(settings, own)
+    known = {"quant_method", "modules_to_not_convert", "scale_fmt", "dequantize", *own}
+    check_known(settings, known, " in its quantization_config")

@@ -44,7 +44,7 @@ def test_a_field_that_nobody_knows_is_refused_by_name(name):
         pytest.skip(str(error))
     written["transformers_version"], written["use_cache"], written["pretraining_tp"] = "5", True, 2
     assert model_settings(written, Path())["family"] == model.family
-    off = dict.fromkeys(MATTERS) | {"residual_dropout": 0.0, "use_more": False, "more_layers": []}
+    off = dict.fromkeys(MATTERS) | {"residual_dropout": 0.1, "use_more": False, "more_layers": []}
     model_settings(written | off, Path())
     for field, value in MATTERS.items():
         with pytest.raises(ConfigError, match=f"has {field}=.*, which is not known here") as caught:
@@ -90,7 +90,7 @@ UNREAD = {
     "gpt_oss_20b": ("experts_per_token", "initial_context_length", "output_router_logits"),
     "gpt2": ("n_ctx", "summary_type", "task_specific_params", "reorder_and_upcast_attn"),
     "qwen3_8b": ("max_window_layers", "sliding_window"),
-    "llama3_8b": ("pretraining_tp", "unsloth_version", "_attn_implementation_autoset", "top_p"),
+    "llama3_8b": ("is_llama_config", "pretraining_tp", "unsloth_version", "_attn_implementation_autoset", "top_p"),
 }  # fmt: skip
 
 

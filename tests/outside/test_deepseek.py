@@ -164,7 +164,9 @@ def test_the_layer_that_predicts(tmp_path):
 CHANGES = {
     "rope_interleave=False but": {"rope_interleave": False},
     "scoring_func='softmax' but": {"scoring_func": "softmax"},
-    "quant_method='awq' but": {"quantization_config": {"quant_method": "awq"}},
+    "has quantization_config=.*'awq'.* only those of the quant_method 'fp8'": {
+        "quantization_config": {"quant_method": "awq"}
+    },
     "moe_layer_freq=2 but": {"moe_layer_freq": 2},
 }
 
