@@ -90,7 +90,10 @@ UNREAD = {
     "gpt_oss_20b": ("experts_per_token", "initial_context_length", "output_router_logits"),
     "gpt2": ("n_ctx", "summary_type", "task_specific_params", "reorder_and_upcast_attn"),
     "qwen3_8b": ("max_window_layers", "sliding_window"),
-    "llama3_8b": ("is_llama_config", "pretraining_tp", "unsloth_version", "_attn_implementation_autoset", "top_p"),
+    "llama3_8b": (
+        "is_llama_config", "pretraining_tp", "unsloth_version", "_attn_implementation_autoset",
+        "top_p",
+    ),
 }  # fmt: skip
 
 

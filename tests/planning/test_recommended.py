@@ -19,7 +19,8 @@ def plan(capsys, *words):
 
 @pytest.mark.parametrize(
     "more",
-    [["parallel.schedule=gpipe"], ["parallel.schedule=interleaved_1f1b", "parallel.virtual_stages=2"],
+    [["parallel.schedule=gpipe"],
+     ["parallel.schedule=interleaved_1f1b", "parallel.virtual_stages=2"],
      pytest.param(["parallel.schedule=zb_auto", "parallel.memory_limit=1p"],
                   marks=pytest.mark.extended)],
 )  # fmt: skip
