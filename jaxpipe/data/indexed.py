@@ -130,8 +130,8 @@ def open_indexed(path: Path) -> IndexedShard:
         head = file.read(HEADER.size)
     if len(head) < HEADER.size or not head.startswith(MAGIC + b"\1" + bytes(7)):
         raise ConfigError(
-            f"{index} is no index of version 1 in Megatron's format, or is truncated: write it "
-            f"and {path.name} again."
+            f"{index} is no index of version 1 in Megatron's format, nor of 2 or 3 in Fast-LLM's, "
+            f"or is truncated: write it and {path.name} again."
         )
     _, _, code, sequences, ends = HEADER.unpack(head)
     if code not in TYPES:

@@ -221,7 +221,7 @@ def _choose_columns(path: Path, schema: Any, ignored: frozenset[str]) -> tuple[s
             f"`python -m jaxpipe.data prepare`."
         )
     column = (named or lists)[0]
-    for name in (name for name in kinds if name not in {column, *UNREAD}):
+    for name in (one for one in kinds if one != column and one.split(".")[-1] not in UNREAD):
         kind = schema.field(name).type
         if not (_is_text(kind) or types.is_temporal(kind) or types.is_null(kind)):
             raise ConfigError(

@@ -10,11 +10,18 @@ from jaxpipe.config import ConfigError
 from jaxpipe.data.documents import ShardedDocuments, TokenShard, check_ids
 from jaxpipe.data.indexed import Index, IndexedShard, describe_size_fault, open_indexed
 from jaxpipe.data.manifest import JOURNAL, MANIFEST, FolderManifest, read_manifest
+from jaxpipe.data.other_shards import (
+    FAST_LLM,
+    index_version,
+    open_datatrove,
+    open_fast_llm,
+    open_fast_llm_index,
+)
 from jaxpipe.data.parquet import open_parquet
 from jaxpipe.data.tokens import FULL_DIGEST_BYTES, IdFile, open_tokens
 from jaxpipe.runtime.storage import local_copy
 
-_SUFFIXES = (".bin", ".npy", ".parquet")
+_SUFFIXES = (".bin", ".npy", ".ds", FAST_LLM, ".parquet")
 _CHUNK = 1 << 20  # tokens checked at a time
 
 
@@ -108,7 +115,7 @@ def _list_token_files(path: Path) -> list[Path]:
 
 def _is_token_file(file: Path) -> bool:
     """Whether a file's suffix, in any case, is that of a token file."""
-    if file.suffix.lower() == ".bin" != file.suffix:
+    if file.suffix.lower() in (".bin", ".ds") and file.suffix != file.suffix.lower():
         raise ConfigError(
             f"{file} is named {file.suffix}, and the files beside it that say what it holds would "
             f"not be found: rename them to end in small letters."
@@ -119,12 +126,17 @@ def _is_token_file(file: Path) -> bool:
 def _open_file(
     path: Path, vocab_size: int, ignored: frozenset[str], *, full_digest: bool
 ) -> TokenShard:
-    if path.suffix == ".bin" and path.with_suffix(".idx").exists():
-        return open_indexed(path)
+    if path.suffix == ".bin" and (index := path.with_suffix(".idx")).exists():
+        version = index_version(index)
+        return open_fast_llm_index(path, version) if version in (2, 3) else open_indexed(path)
     if path.stat().st_size == 0:
         raise ConfigError(f"the token file {path} is empty: write it again, or name another.")
     if path.suffix.lower() == ".parquet":
         return open_parquet(path, ignored)
+    if path.suffix == ".ds":
+        return open_datatrove(path)
+    if path.suffix == FAST_LLM:
+        return open_fast_llm(path)
     return open_tokens(path, vocab_size, full_digest=full_digest)
 
 

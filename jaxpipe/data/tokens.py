@@ -19,7 +19,9 @@ FULL_DIGEST_BYTES = (
 # number, the version and the number of tokens that follow (llm.c, dev/data/data_common.py).
 _HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 _HEADER_BYTES = 1024
+_NPY = b"\x93NUMPY"
 _CHUNK = 1 << 20  # tokens read at a time
+_FEWEST_PAIRS, _MOST_HIGH = 16, 3  # of 16-bit halves of 32-bit ids
 _BLOCKS, _BLOCK = 16, 4096  # blocks in a sampled digest, and bytes of each
 
 
@@ -80,7 +82,8 @@ class BareShard:
     """Token ids in text order.
 
     `ends` has the cumulative tokens at the end of each document. With None there are no boundaries:
-    the file is one document, which may be split anywhere.
+    the file is one document, which may be split anywhere. `mask` returns which tokens of a range
+    count in the loss; None: all do.
     """
 
     ids: IdFile
@@ -88,7 +91,7 @@ class BareShard:
     vouched: bool
     whole_digest: Callable[[], str] | None = None
     ends: np.ndarray | None = None
-    masked: bool = False
+    mask: Callable[[int, int], np.ndarray] | None = None
 
     @property
     def path(self) -> Path:
@@ -115,23 +118,29 @@ class BareShard:
         """Return the ids of the tokens from `begin` to `end`."""
         return self.ids.read(begin, end)
 
-    def counted(self, begin: int, end: int) -> None:
-        """Return None, because all tokens count in the loss."""
-        return None
+    @property
+    def masked(self) -> bool:
+        """Whether it has a loss mask."""
+        return self.mask is not None
+
+    def counted(self, begin: int, end: int) -> np.ndarray | None:
+        """Return which of these tokens count in the loss, bool `[end - begin]`; None: all."""
+        return None if self.mask is None else self.mask(begin, end)
 
 
 class Sidecar(msgspec.Struct, frozen=True):
-    """Content of `NAME.json`, which gives the dtype of `NAME.bin`; other fields are ignored."""
+    """Content of `NAME.json`, which gives the dtype of a bare file; other fields are ignored."""
 
-    dtype: Literal["uint8", "uint16", "uint32"]
+    dtype: Literal["uint8", "uint16", "uint32", "uint64"]
 
 
 def open_tokens(path: Path, vocab_size: int, *, full_digest: bool) -> BareShard:
     """Open a file of token ids.
 
     The dtype of a `.npy` file is in its header. A `.bin` file has the header of llm.c, or is bare
-    little-endian integers; their dtype is in the sidecar, `{"dtype": "uint8" | "uint16" |
-    "uint32"}` in the `.json` file of the same name, or uint16 without a sidecar.
+    little-endian integers, as OLMo's `.npy` without a header; their dtype is in the sidecar,
+    `{"dtype": "uint8" | "uint16" | "uint32" | "uint64"}` in the `.json` file of the same name.
+    Without a sidecar a `.bin` is uint16.
 
     Args:
       path: the file.
@@ -142,7 +151,15 @@ def open_tokens(path: Path, vocab_size: int, *, full_digest: bool) -> BareShard:
     Raises `ConfigError` where the file is truncated or not 1-D integers, or where an id is not in
     0..vocab_size-1.
     """
-    ids = _open_npy(path) if path.suffix.lower() == ".npy" else _open_bin(path)
+    with path.open("rb") as file:
+        has_header = file.read(len(_NPY)) == _NPY
+    sidecar = path.with_suffix(".json")
+    if path.suffix.lower() == ".npy" and not has_header and not sidecar.exists():
+        raise ConfigError(
+            f"{path} is truncated, or has no header of .npy, as the token files of OLMo: write "
+            f'their type to {sidecar.name}, as {{"dtype": "uint32"}}.'
+        )
+    ids = _open_npy(path) if has_header else _open_bin(path)
     if not full_digest:
         return BareShard(ids, ids.sampled_digest(), False, ids.whole_digest)
     digest = ids.whole_digest(lambda part, begin: check_ids(part, vocab_size, path, begin))
@@ -176,7 +193,7 @@ def _open_bin(path: Path) -> IdFile:
     except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
             f'{sidecar} gives the type of the tokens in {path} and must be like {{"dtype": '
-            f'"uint16"}}, with uint8, uint16 or uint32 ({error}): correct it.'
+            f'"uint16"}}, with uint8, uint16, uint32 or uint64 ({error}): correct it.'
         ) from error
     dtype = np.dtype(name).newbyteorder("<")
     if size % dtype.itemsize:
@@ -184,7 +201,18 @@ def _open_bin(path: Path) -> IdFile:
             f"the token file {path} has {size} bytes, not a multiple of the {dtype.itemsize} bytes "
             f"of a {name}: it is truncated, or {sidecar.name} must name another dtype."
         )
+    if not sidecar.exists() and _looks_wider(np.fromfile(path, dtype, _CHUNK)):
+        raise ConfigError(
+            f"{path} is read as uint16, but every second one is 0 to {_MOST_HIGH}, as in a file of "
+            f'uint32: write {{"dtype": "uint32"}} to {sidecar.name}, or uint16 if it is.'
+        )
     return IdFile(path, dtype, 0, size // dtype.itemsize)
+
+
+def _looks_wider(ids: np.ndarray) -> bool:
+    """Whether uint16 ids are rather the halves of wider ones, of a vocabulary of up to 262,144."""
+    low, high = ids[: len(ids) // 2 * 2].reshape(-1, 2).T
+    return len(low) >= _FEWEST_PAIRS and high.max() <= _MOST_HIGH < low.max()
 
 
 def _open_llmc(path: Path, size: int) -> IdFile | None:

@@ -52,7 +52,7 @@ def test_an_index_without_documents_has_one_for_every_sequence(tmp_path: Path) -
 
 def write_parquet(path: Path, lists: list[list[int] | None], **options: object) -> Path:
     ids = pyarrow.array(lists, pyarrow.list_(pyarrow.int32()))
-    table = pyarrow.table({"other": range(len(lists)), "input_ids": ids})
+    table = pyarrow.table({"id": range(len(lists)), "input_ids": ids})
     pyarrow.parquet.write_table(table, path, row_group_size=2, **options)
     return path
 
@@ -69,7 +69,7 @@ def test_parquet_is_read_by_its_lists(tmp_path: Path) -> None:
 
 def test_parquet_of_a_flattened_struct_is_read(tmp_path: Path) -> None:
     ids = pyarrow.array(flat(DOCUMENTS), pyarrow.list_(pyarrow.int32()))
-    table = pyarrow.table({"data.ids": ids, "data.other": range(len(ids))})
+    table = pyarrow.table({"data.ids": ids, "data.id": range(len(ids))})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     assert plain(open_documents(str(tmp_path / "a.parquet"), 13)) == flat(DOCUMENTS)
 
@@ -147,7 +147,7 @@ MISFITS: dict[str, tuple[Callable[[Path], None], str]] = {
     "short idx": (lambda p: cut(p.with_suffix(".idx"), -1), r"a\.idx has \d+ bytes, not 134"),
     "header": (lambda p: cut(p.with_suffix(".idx"), 30), r"no index of version 1 .* truncated"),
     "magic": (lambda p: put(p.with_suffix(".idx"), 0, b"TNT"), r"no index of version 1"),
-    "version": (lambda p: put(p.with_suffix(".idx"), 9, b"\2"), r"no index of version 1"),
+    "version": (lambda p: put(p.with_suffix(".idx"), 9, b"\4"), r"no index of version 1"),
     "floats": (
         lambda p: put(p.with_suffix(".idx"), 17, b"\6"),
         r"ids of type 6, which is no integ",
@@ -170,7 +170,7 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, fault: str) -> No
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda d: None, r"ends in \.bin, \.npy or \.parquet, unlike .* and all that is in it"),
+        (lambda d: None, r"ends in \.bin, \.npy, .* or \.parquet, unlike .* and all that is in it"),
         (lambda d: (d / "a.bin").touch(), r"a\.bin is empty"),
         (lambda d: layout.write(d / "a.bin", [[[1]]], "uint16").unlink(), r"a\.idx has no a\.bin"),
         (lambda d: layout.write(d / "a.bin", [[[]]], "uint16"), r"holds no tokens: write it again"),

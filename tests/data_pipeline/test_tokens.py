@@ -86,7 +86,7 @@ def write_npy(path: Path, array: np.ndarray, size: int | None = None) -> Path:
 FAULTS = {
     "suffix": (
         lambda d: write_bin(d / "a.txt", b"text"),
-        r"ends in \.bin, \.npy or \.parquet, unlike .*a\.txt:",
+        r"ends in \.bin, \.npy, .* or \.parquet, unlike .*a\.txt:",
     ),
     "missing": (lambda d: d / "none.bin", r"none\.bin does not exist: correct"),
     "directory": (lambda d: d.rename(d.with_suffix(".bin")), r"unlike .*d\.bin and all that"),
@@ -106,9 +106,9 @@ FAULTS = {
         lambda d: write_npy(d / "a.npy", IDS, -1),
         r"a\.npy is truncated, or not a \.npy",
     ),
-    "header only": (lambda d: write_npy(d / "a.npy", IDS, 20), r"a\.npy is truncated, or not"),
-    "not npy": (lambda d: write_bin(d / "a.npy", b"text" * 99), r"a\.npy is truncated, or not"),
-    "objects": (lambda d: write_npy(d / "a.npy", np.array([{}])), r"a\.npy is truncated, or not"),
+    "header only": (lambda d: write_npy(d / "a.npy", IDS, 20), r"a\.npy is truncated, or "),
+    "not npy": (lambda d: write_bin(d / "a.npy", b"text" * 99), r"a\.npy is truncated, or "),
+    "objects": (lambda d: write_npy(d / "a.npy", np.array([{}])), r"a\.npy is truncated, or "),
     "2-D": (lambda d: write_npy(d / "a.npy", IDS.reshape(2, -1)), r"has shape \(2, 500\)"),
     "floats": (lambda d: write_npy(d / "a.npy", IDS / 1), r"dtype float64: flatten it, or convert"),
     "booleans": (lambda d: write_npy(d / "a.npy", IDS > 1), r"dtype bool"),
