@@ -2,8 +2,8 @@
 
 MODEL is a run's directory, one of its checkpoints, or a model's directory from Hugging Face. Prints
 the harness's table. Settings choose a mesh, devices and a dtype: parallel.pp=2
-runtime.cpu_devices=2 train.compute_dtype=bfloat16; tasks that generate text are slow with
-parallel.pp or parallel.dp. With several processes the first prints and writes.
+runtime.cpu_devices=2 train.compute_dtype=bfloat16; tasks that generate text are slow on a mesh
+other than parallel.tp. With several processes the first prints and writes.
 
 Exit codes: 0 done; 2 bad input; 3 another process is missing; 7 storage did not
 answer; 70 an unexpected error; 130 Ctrl-C.
@@ -81,7 +81,6 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     config = inference_config(saved.model, arguments.overrides, rows=_ROWS, longest=longest)
     names = _names(arguments.tasks)
     tasks = Tasks.find(names, str(arguments.include_path or ""), arguments.limit)
-    tasks.check_mesh(config)
     return tasks.evaluate(
         harness_model(LoadedModel.load(saved, config), tokenizer, longest),
         num_fewshot=arguments.num_fewshot,

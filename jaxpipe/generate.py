@@ -4,8 +4,8 @@ MODEL is a run's directory, one of its checkpoints, or a model's directory from 
 Without --temperature the most likely token is taken. The text ends at the model's end-of-text
 token, or after --max-tokens. With --chat TEXT is a user's message and the reply is printed, by the
 chat template of the model or of --tokenizer. The model is put on one device, or on several with
-parallel.tp, whatever mesh trained it. With parallel.pp or parallel.dp, which may span several
-processes, there is no cache: every token costs a pass over the whole text.
+parallel.tp, whatever mesh trained it. On any other mesh, which may span several processes, there is
+no cache: every token costs a pass over the whole text.
 
 Exit codes: 0 done; 2 bad input; 3 another process is missing; 7 storage did not
 answer; 70 an unexpected error; 130 Ctrl-C.
@@ -19,7 +19,7 @@ from math import inf
 from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import MODEL, parse, parser_of
 from jaxpipe.inference.command import start_devices
-from jaxpipe.inference.settings import check_generation, inference_config
+from jaxpipe.inference.settings import inference_config
 from jaxpipe.runtime import command, processes
 
 _COLDEST = 1e-30  # temperature by which float32 logits can be divided
@@ -86,8 +86,7 @@ def generate(arguments: argparse.Namespace) -> None:
     tokens = min(arguments.max_tokens, room)
     longest = len(prompt) + tokens
     config = inference_config(saved.model, arguments.overrides, rows=1, longest=longest)
-    check_generation(config)
-    sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
+    sampling = Sampling(arguments.temperature, arguments.top_p)
     shown, ends = tokenizer.decode(prompt) if chat else "", saved.serving.eos_token_ids
 
     def show(made: list[int], *, complete: bool) -> None:
@@ -104,8 +103,8 @@ def generate(arguments: argparse.Namespace) -> None:
 
     show([], complete=True)
     generator = Generator(LoadedModel.load(saved, config), sampling)
-    (made,) = generator.generate([prompt], tokens, is_finished)
-    show(made, complete=True)
+    (made,) = generator.generate([prompt], tokens, is_finished, seed=arguments.seed)
+    show(made.tokens, complete=True)
     if processes.first():
         print()
 

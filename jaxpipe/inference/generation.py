@@ -9,9 +9,9 @@ Shapes: B prompts, L tokens of a slice, S tokens of the cache, D model, V vocabu
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,27 +19,39 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from msgspec import structs
 
+from jaxpipe.config import ConfigError
 from jaxpipe.contract import Context
 from jaxpipe.inference.loaded_model import LoadedModel
-from jaxpipe.inference.sampling import GREEDY, Sampling
-from jaxpipe.inference.settings import uses_pipeline
-from jaxpipe.inference.uncached import UncachedModel
+from jaxpipe.inference.sampling import GREEDY, Draw, Sampling, key_of
+from jaxpipe.inference.settings import evaluation_config, uses_pipeline
+from jaxpipe.inference.uncached import UncachedDecoding, UncachedModel
 from jaxpipe.parallel import PP, REPLICA_AXES, TP
 from jaxpipe.pipeline.parameters import DeviceParameters
 from jaxpipe.planning.model import model_of
+from jaxpipe.training.state import State
+from jaxpipe.training.trainer import Trainer
 
 Tree = Any
 IsFinished = Callable[[int, list[int]], bool]  # (number of the prompt, its new tokens)
 _PER_DEVICE = PartitionSpec((PP, *REPLICA_AXES, TP))  # a leading axis with an entry per device
 _SHORTEST = 16  # shortest slice of a prompt [tokens]; what is left is read token by token
 _ROUNDING = 64  # caches have a multiple of it [tokens], for fewer programs
+_ANY_LENGTH = 2**20  # tokens of a sequence of a model without a longest
+
+
+class Completion(NamedTuple):
+    """The new tokens of a prompt, and the log-probability of each (`Sampling.draw`), float32."""
+
+    tokens: list[int]
+    logprobs: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
 class Generator:
     """Continues prompts; its compiled programs are kept.
 
-    With several pipeline ranks or replicas there is no cache (`uncached.py`).
+    On one device, or over tp, it caches keys and values; on other meshes it does not
+    (`uncached.py`). No token is dropped.
 
     Attributes:
       loaded: the model on its mesh.
@@ -49,52 +61,101 @@ class Generator:
     loaded: LoadedModel
     sampling: Sampling = GREEDY
 
+    @classmethod
+    def of_trainer(cls, trainer: Trainer, sampling: Sampling = GREEDY) -> Self:
+        """The generator of a trainer's states, on its mesh, whatever its loss; see `generate`."""
+        config = trainer.config
+        config = evaluation_config(config, config.model.max_seq_len or _ANY_LENGTH)
+        trainer = replace(trainer, plan=replace(trainer.plan, config=config))
+        return cls(LoadedModel(None, trainer, None, None), sampling)
+
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, is_finished: IsFinished
-    ) -> list[list[int]]:
-        """Return the new tokens of every prompt.
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int | Sequence[int],
+        is_finished: IsFinished = lambda number, tokens: False,
+        *,
+        seed: int = 0,
+        state: State | None = None,
+    ) -> list[Completion]:
+        """Return the completion of every prompt.
 
         Args:
           prompts: token ids, at least one each; lengths may differ.
-          max_tokens: the most new tokens of a prompt.
-          is_finished: called after every new token; true where the prompt needs no more.
+          max_tokens: the most new tokens of a prompt, or of each.
+          is_finished: called after every new token; true where the prompt needs no more, such as
+            after a token or a text that ends it.
+          seed: of the draws, which are the same for the same seed and prompts.
+          state: of the trainer, whose parameters are used as in a held-out loss
+            (`Trainer.averaged`); None: those of `loaded`.
+
+        Raises `ConfigError` for prompts that the model cannot read or continue.
         """
+        loaded = self.loaded
+        params, variables = loaded.params, loaded.variables
+        if state is not None:
+            params, variables = loaded.trainer.averaged(state), state.variables
+        limits = np.broadcast_to(max_tokens, len(prompts))
         lengths = [len(prompt) for prompt in prompts]
-        most = max(lengths) + max_tokens
+        self._check(prompts, limits)
+        most = max(map(sum, zip(lengths, limits.tolist())))
         tokens = np.zeros((len(prompts), most + 1), np.int32)
         for row, prompt in zip(tokens, prompts):
             row[: len(prompt)] = prompt
-        decoding = self._decoding(len(prompts), most)
+        decoding = self._decoding(len(prompts), most, params, variables, key_of(seed))
         begin = decoding.read(tokens, min(lengths) - 1)
-        generated: list[list[int]] = [[] for _ in prompts]
-        running = set(range(len(prompts))) if max_tokens else set()
+        made: list[list[int]] = [[] for _ in prompts]
+        logprobs: list[list[float]] = [[] for _ in prompts]
+        running = {row for row, limit in enumerate(limits) if limit}
         for place in range(begin, most):
             if not running:
                 break
-            for row, token in enumerate(decoding.next(tokens, place).tolist()):
+            for row, (token, logprob) in enumerate(zip(*decoding.next(tokens, place))):
                 if place + 1 < lengths[row]:
                     continue
                 tokens[row, place + 1] = token
                 if row in running:
-                    generated[row].append(token)
-                    if len(generated[row]) == max_tokens or is_finished(row, generated[row]):
+                    made[row].append(int(token))
+                    logprobs[row].append(logprob)
+                    if len(made[row]) == limits[row] or is_finished(row, made[row]):
                         running.remove(row)
-        return generated
+        return [Completion(one, np.float32(of)) for one, of in zip(made, logprobs)]
 
-    def _decoding(self, prompts: int, tokens: int) -> "_CachedDecoding | UncachedModel":
+    def _check(self, prompts: Sequence[Sequence[int]], limits: np.ndarray) -> None:
+        model = self.loaded.trainer.config.model
+        if not prompts:
+            raise ConfigError("there is no prompt: give at least one.")
+        for number, (prompt, limit) in enumerate(zip(prompts, limits.tolist())):
+            if not len(prompt):
+                raise ConfigError(f"prompt {number} has no token: give at least one.")
+            if min(prompt) < 0 or max(prompt) >= model.vocab_size:
+                raise ConfigError(
+                    f"prompt {number} has the ids {min(prompt)} to {max(prompt)}, but tokens are 0 "
+                    f"to {model.vocab_size - 1} with model.vocab_size={model.vocab_size}."
+                )
+            if limit < 0 or (model.max_seq_len and len(prompt) + limit > model.max_seq_len):
+                raise ConfigError(
+                    f"prompt {number} has {len(prompt)} tokens and max_tokens={limit}, but the "
+                    f"model is made for model.max_seq_len={model.max_seq_len} (0: any): shorten it."
+                )
+
+    def _decoding(
+        self, prompts: int, tokens: int, params: Tree, variables: Tree, key: np.ndarray
+    ) -> "_CachedDecoding | UncachedDecoding":
         """Return the decoding of `prompts` prompts, with up to `tokens` tokens each."""
         if uses_pipeline(self.loaded.trainer.config):
-            return self._uncached
+            return UncachedDecoding(self._uncached, params, variables, key)
         cached = self.cached_model(-(-tokens // _ROUNDING) * _ROUNDING)
-        return _CachedDecoding(cached, cached.empty_cache(prompts))
+        return _CachedDecoding(cached, params, variables, key, cached.empty_cache(prompts))
 
     @cached_property
     def _uncached(self) -> UncachedModel:
-        return UncachedModel(self.loaded, self.sampling)
+        return UncachedModel(self.loaded.trainer, self.sampling)
 
     def cached_model(self, tokens: int) -> "CachedModel":
         """The compiled programs with a cache of `tokens` tokens."""
-        return self._by_tokens.setdefault(tokens, CachedModel(self.loaded, self.sampling, tokens))
+        new = CachedModel(self.loaded.trainer, self.sampling, tokens)
+        return self._by_tokens.setdefault(tokens, new)
 
     @cached_property
     def _by_tokens(self) -> dict[int, "CachedModel"]:
@@ -106,22 +167,25 @@ class _CachedDecoding:
     """Decoding with a cache, which grows with every token read."""
 
     model: "CachedModel"
+    params: Tree
+    variables: Tree
+    key: np.ndarray
     cache: Tree
 
     def read(self, tokens_NS: np.ndarray, count: int) -> int:
-        loaded, begin = self.model.loaded, 0
+        begin = 0
         for length in _slices(count):
             part = tokens_NS[:, begin : begin + length]
-            self.cache = self.model.read(loaded.params, loaded.variables, self.cache, part, begin)
+            self.cache = self.model.read(self.params, self.variables, self.cache, part, begin)
             begin += length
         return begin
 
-    def next(self, tokens_NS: np.ndarray, place: int) -> np.ndarray:
-        loaded, here = self.model.loaded, tokens_NS[:, place : place + 1]
-        drawn, self.cache = self.model.next(
-            loaded.params, loaded.variables, self.cache, here, place
+    def next(self, tokens_NS: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
+        here = tokens_NS[:, place : place + 1]
+        made, self.cache = self.model.next(
+            self.params, self.variables, self.cache, here, place, self.key
         )
-        return np.asarray(drawn)
+        return tuple(map(np.asarray, made))
 
 
 def _slices(tokens: int) -> Iterator[int]:
@@ -140,19 +204,19 @@ class CachedModel:
     """The programs of a model with a cache of S tokens.
 
     Attributes:
-      loaded: the model on its mesh.
+      trainer: of the model.
       sampling: how tokens are drawn.
       tokens: S.
     """
 
-    loaded: LoadedModel
+    trainer: Trainer
     sampling: Sampling
     tokens: int
 
     @cached_property
     def model(self) -> Any:
         """The model with a slice for every token of the cache."""
-        trainer = self.loaded.trainer
+        trainer = self.trainer
         config = structs.replace(
             trainer.config,
             model=trainer.config.model.for_generation(),
@@ -162,7 +226,7 @@ class CachedModel:
 
     def empty_cache(self, batch: int) -> Tree:
         """The cache before the first token, by layer; leaves have a leading axis of devices."""
-        trainer, functions = self.loaded.trainer, self.model.functions
+        trainer, functions = self.trainer, self.model.functions
         x = jnp.zeros((batch, 1, trainer.config.model.d_model), trainer.execution.compute_dtype)
         rows = {"inputs": jnp.zeros((batch, 1), jnp.int32)}
 
@@ -185,24 +249,25 @@ class CachedModel:
 
     @cached_property
     def next(self) -> Any:
-        """Compiled `(params, variables, cache, tokens [B, 1], place) -> (drawn [B], cache)`."""
-        size = self.loaded.trainer.config.model.vocab_size
+        """Compiled `(params, variables, cache, tokens [B, 1], place, key) -> (Draw, cache)`."""
+        size = self.trainer.config.model.vocab_size
 
-        def draw(*arguments: Any) -> tuple[jax.Array, Tree]:
-            logits_BV, cache = self._forward(*arguments)
-            return self.sampling.draw(logits_BV[:, :size], arguments[-1]), cache
+        def draw(*arguments: Any) -> tuple[Draw, Tree]:
+            *arguments, place, key = arguments
+            logits_BV, cache = self._forward(*arguments, place)
+            return self.sampling.draw(logits_BV[:, :size], key, place), cache
 
         return self._compiled(draw)
 
     def _compiled(self, function: Callable[..., Any]) -> Any:
-        options = self.loaded.trainer.compiler_options
+        options = self.trainer.compiler_options
         return jax.jit(function, donate_argnums=2, compiler_options=options)
 
     @property
     def _forward(self) -> Callable[..., tuple[jax.Array, Tree]]:
         """`(params, variables, cache, tokens [B, L], begin) -> (logits [B, V], cache)`."""
-        trainer, replicated = self.loaded.trainer, PartitionSpec()
-        specs = trainer.sharding.partition_specs(self.loaded.params)
+        trainer, replicated = self.trainer, PartitionSpec()
+        specs = trainer.sharding.partition_specs(trainer.state_shapes.params)
         return jax.shard_map(
             self._forward_on_device,
             mesh=trainer.mesh,
@@ -215,10 +280,10 @@ class CachedModel:
         self, params: Tree, variables: Tree, cache: Tree, tokens_BL: jax.Array, begin: jax.Array
     ) -> tuple[jax.Array, Tree]:
         """The next token's logits after the last of L tokens, and the cache with all of them."""
-        trainer, functions = self.loaded.trainer, self.model.functions
+        trainer, functions = self.trainer, self.model.functions
         kinds = functions.kinds_by_name
         own = DeviceParameters.gather(
-            params, trainer.sharding.param_shardings(self.loaded.params), trainer.execution,
+            params, trainer.sharding.param_shardings(params), trainer.execution,
             for_layers=any(kind.reads for kind in kinds.values()),
         )  # fmt: skip
         batch, length = tokens_BL.shape

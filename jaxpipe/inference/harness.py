@@ -16,7 +16,6 @@ from jaxpipe.inference.generation import Generator
 from jaxpipe.inference.loaded_model import LoadedModel
 from jaxpipe.inference.sampling import GREEDY, Sampling
 from jaxpipe.inference.scoring import Scorer
-from jaxpipe.inference.settings import check_generation
 from jaxpipe.inference.text import TextTokenizer
 
 PURPOSE = "`python -m jaxpipe.evaluate`"
@@ -115,7 +114,6 @@ class HarnessMethods:
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """Return the continuation of each context, up to a stop sequence."""
-        check_generation(self.loaded.trainer.config)
         utils = import_optional("lm_eval.models.utils", PURPOSE, "eval")
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -150,7 +148,8 @@ class HarnessMethods:
 
         sampling = sampling_of(settings)
         generator = self._generators.setdefault(sampling, Generator(self.loaded, sampling))
-        texts = map(text_of, generator.generate(prompts, tokens, is_finished))
+        made = generator.generate(prompts, tokens, is_finished)
+        texts = [text_of(one.tokens) for one in made]
         return [
             min((text.split(stop)[0] for stop in stops), key=len, default=text) for text in texts
         ]

@@ -6,13 +6,16 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from msgspec import structs
 
+from jaxpipe.checkpoint.compatibility import check_same_settings
 from jaxpipe.checkpoint.placing import place_parameters
-from jaxpipe.config import Config
+from jaxpipe.config import Config, to_toml
 from jaxpipe.inference.saved_model import SavedModel
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.planning import Devices, resolve
 from jaxpipe.runtime import processes
+from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
@@ -23,13 +26,13 @@ class LoadedModel:
     """A trained model on a mesh.
 
     Attributes:
-      saved: the model on disk.
+      saved: the model on disk; None: there is none.
       trainer: its functions, layout and mesh; nothing is trained.
       params: stage-stacked, in the compute dtype; may be replaced by others of the same shapes.
       variables: the model's state that is no parameter; None: it has none.
     """
 
-    saved: SavedModel
+    saved: SavedModel | None
     trainer: Trainer
     params: Tree
     variables: Tree
@@ -53,6 +56,22 @@ class LoadedModel:
         """The pipeline of the model with these outputs (`StageFunctions.outputs`)."""
         functions = replace(self.trainer.model.functions, outputs=outputs)
         return replace(self.trainer.pipeline, functions=functions)
+
+
+def initial_state(saved: SavedModel, trainer: Trainer) -> State:
+    """The state of step 0 of a trainer with the parameters and variables of a saved model.
+
+    Raises `ConfigError` where the trainer's `[model]` is another than the saved one, or its arrays
+    are.
+    """
+    config = trainer.config
+    settings = to_toml(structs.replace(config, model=saved.model))
+    check_same_settings(saved.place, {"config": settings}, config, with_moments=False)
+    shapes, layout = trainer.state_shapes.params, trainer.layout
+    params = place_parameters(saved.read, shapes, layout, trainer.sharding, saved.place)
+    state = trainer.fresh(params)
+    variables = jax.device_put(_variables(saved, trainer), trainer.state_shardings.variables)
+    return state._replace(variables=variables)
 
 
 def _place(saved: SavedModel, trainer: Trainer) -> Tree:

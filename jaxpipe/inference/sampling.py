@@ -1,9 +1,18 @@
 """The choice of a next token from logits."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+
+class Draw(NamedTuple):
+    """A next token of every row, and its log-probability."""
+
+    token_B: jax.Array
+    logprob_B: jax.Array
 
 
 @dataclass(frozen=True)
@@ -14,26 +23,34 @@ class Sampling:
       temperature: divides the logits; 0: the most likely token (greedy).
       top_p: only the most likely tokens whose probabilities add up to at least this are drawn
         (nucleus sampling, Holtzman et al. 2020); 1: all are.
-      seed: of the draws.
 
     >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
-    >>> Sampling().draw(logits, jnp.int32(0)).tolist()
-    [0]
+    >>> greedy = Sampling().draw(logits, key_of(0), jnp.int32(0))
+    >>> greedy.token_B.tolist(), jnp.exp(greedy.logprob_B).round(6).tolist()
+    ([0], [0.5])
     >>> jnp.isfinite(Sampling(1.0, top_p=0.7).allowed(logits)).tolist()
     [[True, True, False, False]]
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
-    seed: int = 0
 
-    def draw(self, logits_BV: jax.Array, position: jax.Array) -> jax.Array:
-        """Draw one token per row, int32 `[B]`; the draw depends on seed, position and row."""
+    def draw(self, logits_BV: jax.Array, key: jax.Array, position: jax.Array) -> Draw:
+        """Draw one token per row, int32; the draw depends on `key` (`key_of`), position and row.
+
+        Log-probabilities are those of softmax(logits / temperature), of softmax(logits) at
+        temperature 0, before `top_p` leaves tokens out.
+        """
         logits_BV = logits_BV.astype(jnp.promote_types(logits_BV.dtype, jnp.float32))
-        if not self.temperature:
-            return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-        key = jax.random.fold_in(jax.random.key(self.seed), position)
-        return jax.random.categorical(key, self.allowed(logits_BV)).astype(jnp.int32)
+        if self.temperature:
+            here = jax.random.fold_in(jax.random.wrap_key_data(key), position)
+            token_B = jax.random.categorical(here, self.allowed(logits_BV))
+            logits_BV = logits_BV / self.temperature
+        else:
+            token_B = jnp.argmax(logits_BV, axis=-1)
+        logprobs_BV = jax.nn.log_softmax(logits_BV)
+        logprob_B = jnp.take_along_axis(logprobs_BV, token_B[:, None], axis=-1)[:, 0]
+        return Draw(token_B.astype(jnp.int32), logprob_B)
 
     def allowed(self, logits_BV: jax.Array) -> jax.Array:
         """Logits divided by the temperature, minus infinity outside the nucleus."""
@@ -46,6 +63,11 @@ class Sampling:
         rank_BV = jnp.argsort(order_BV, axis=-1)
         inside_BV = jnp.take_along_axis(before_BV < self.top_p, rank_BV, axis=-1)
         return jnp.where(inside_BV, logits_BV, -jnp.inf)
+
+
+def key_of(seed: int) -> np.ndarray:
+    """The key of a seed, in a form that all processes of a program can pass to it."""
+    return np.asarray(jax.random.key_data(jax.random.key(seed)))
 
 
 GREEDY = Sampling()

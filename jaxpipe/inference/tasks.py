@@ -6,15 +6,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from msgspec import structs
-
 from jaxpipe.checkpoint.serving import ServingFiles
-from jaxpipe.config import Config, ConfigError, DataConfig
+from jaxpipe.config import ConfigError
 from jaxpipe.data.optional import import_optional
 from jaxpipe.inference.harness import PURPOSE, harness_model
 from jaxpipe.inference.loaded_model import LoadedModel
 from jaxpipe.inference.saved_model import SavedModel
-from jaxpipe.inference.settings import LENGTH_MULTIPLE, check_generation, divides_sequences
+from jaxpipe.inference.settings import evaluation_config
 from jaxpipe.inference.text import TextTokenizer, tokenizer_of, with_tokenizer
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
@@ -50,20 +48,6 @@ class Tasks:
                 f"--include-path or train.evaluate_include_path adds yours."
             )
         return cls(tuple(names), manager, limit)
-
-    def check_mesh(self, config: Config) -> None:
-        """Raise `ConfigError` where a task generates text and the mesh divides sequences.
-
-        With such a mesh this loads the tasks and their data.
-        """
-        if not divides_sequences(config.parallel):
-            return
-        found = [self.manager.load_task_or_group(list(self.names))]
-        for task in found:  # or a dictionary of tasks and groups, as long as there are any
-            if isinstance(task, dict):
-                found.extend(task.values())
-            elif task.OUTPUT_TYPE == "generate_until":
-                check_generation(config)
 
     def evaluate(self, model: Any, **options: Any) -> dict[str, Any]:
         """Return the harness's results.
@@ -124,7 +108,6 @@ class RunTasks:
         tasks = Tasks.find(
             train.evaluate_tasks, train.evaluate_include_path, train.evaluate_limit or None
         )
-        tasks.check_mesh(config)
         saved = SavedModel(place, config.model, serving, config, _not_on_disk, {})
         saved = with_tokenizer(saved, train.evaluate_tokenizer)
         return cls(tasks, trainer, saved, tokenizer_of(saved))
@@ -143,25 +126,9 @@ class RunTasks:
     def _model(self) -> Any:
         """The harness's model, with the run's mesh and layers; it keeps its compiled programs."""
         longest = self.saved.longest or LONGEST
-        plan = replace(self.trainer.plan, config=_evaluating(self.trainer.config, longest))
+        plan = replace(self.trainer.plan, config=evaluation_config(self.trainer.config, longest))
         loaded = LoadedModel(self.saved, replace(self.trainer, plan=plan), None, None)
         return harness_model(loaded, self.tokenizer, longest)
-
-
-def _evaluating(config: Config, longest: int) -> Config:
-    """A run's configuration for sequences of up to `longest` tokens, without its loss and drops."""
-    multiple = config.parallel.sequence_shards * config.train.loss_chunks
-    train = structs.replace(
-        config.train,
-        loss="cross_entropy",
-        loss_rows=(),
-        loss_temperature=1.0,
-        variable_length=True,
-        seq_len=-(-longest // multiple) * multiple,
-        length_bucket=LENGTH_MULTIPLE * multiple,
-        pad_to_multiple_of=config.train.loss_chunks,
-    )
-    return structs.replace(config.for_evaluation(), train=train, data=DataConfig())
 
 
 def _not_on_disk(paths: Sequence[Any]) -> list[Any]:

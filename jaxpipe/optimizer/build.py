@@ -130,10 +130,11 @@ def build(config: OptimizerConfig, steps: int, stored: Stores) -> optax.Gradient
     Weight decay is decoupled and multiplied by the learning rate. The optimizers are Adafactor
     (Shazeer and Stern 2018), AdamW (Loshchilov and Hutter 2019) and NAdamW, which is AdamW with
     Nesterov's momentum (Dozat 2016), Lion (Chen et al. 2023), Muon (Jordan et al. 2024),
-    schedule-free AdamW (Defazio et al. 2024), whose beta1 weighs the average of the iterates, and
-    SGD with the momentum beta1. Muon applies to the layers' matrices, with updates scaled to the
-    size of Adam's (Liu et al. 2025, "Muon is scalable", equation 4); Adam applies to all other
-    parameters.
+    schedule-free AdamW (Defazio et al. 2024; the average's weights are those of the authors'
+    released code, without the bias correction of the paper's rate), whose beta1 weighs the average
+    of the iterates, and SGD with the momentum beta1. Muon applies to the layers' matrices, with
+    updates scaled to the size of Adam's (Liu et al. 2025, "Muon is scalable", equation 4); Adam
+    applies to all other parameters.
 
     Args:
       config: the section `[optimizer]`.

@@ -15,8 +15,7 @@ from jaxpipe.inference.generation import Generator
 from jaxpipe.inference.loaded_model import LoadedModel
 from jaxpipe.inference.saved_model import SavedModel
 from jaxpipe.inference.scoring import Scorer
-from jaxpipe.inference.settings import inference_config
-from jaxpipe.inference.tasks import _evaluating
+from jaxpipe.inference.settings import evaluation_config, inference_config
 from jaxpipe.training.scores import BatchScores
 from jaxpipe.training.trainer import Trainer
 
@@ -111,7 +110,7 @@ def test_scores_of_batches_drop_what_the_step_drops(run):
 def test_tasks_of_a_run():
     model = configs.load(SMALL, [*ONE_DEVICE, *NARROW])
     parallel = structs.replace(model.parallel, ep_buffer_factor=0.5)
-    found = _evaluating(structs.replace(model, parallel=parallel), 40)
+    found = evaluation_config(structs.replace(model, parallel=parallel), 40)
     assert (found.model.capacity_factor, found.parallel.ep_buffer_factor) == (0, 0)
     assert found.model.n_experts == 4
 

@@ -24,7 +24,7 @@ from jaxpipe.config import ConfigError  # noqa: E402
 from jaxpipe.generate import main  # noqa: E402
 from jaxpipe.inference.generation import Generator  # noqa: E402
 from jaxpipe.inference.loaded_model import LoadedModel  # noqa: E402
-from jaxpipe.inference.sampling import GREEDY, Sampling  # noqa: E402
+from jaxpipe.inference.sampling import GREEDY, Sampling, key_of  # noqa: E402
 from jaxpipe.inference.saved_model import SavedModel  # noqa: E402
 from jaxpipe.inference.settings import inference_config  # noqa: E402
 from jaxpipe.inference.text import chat_prompt  # noqa: E402
@@ -59,13 +59,15 @@ def test_greedy_tokens_are_those_of_transformers(name, overrides):
     tokens = min(64, longest - max(map(len, prompts)))
     made = generator(directory, *overrides.split()).generate(prompts, tokens, lambda *_: False)
     for prompt, found in zip(prompts, made, strict=True):
-        assert found == greedy(theirs, prompt, tokens)
+        assert found.tokens == greedy(theirs, prompt, tokens)
 
 
 PIPELINES = {
     "gpt2": "parallel.pp=3 parallel.schedule=zb_h1",
     "qwen3_tied": "parallel.pp=2 parallel.tp=2 parallel.vocab_parallel_pp=true",
     "qwen3_moe": "parallel.pp=2 parallel.dp=2 parallel.ep=2 parallel.zero_stage=3",
+    "mistral": "parallel.dp=2 parallel.cp=2 parallel.tp=2 parallel.sequence_parallel=true",
+    "qwen2": "parallel.pp=2 parallel.slices=2 parallel.schedule=1f1b",
 }
 
 
@@ -77,14 +79,20 @@ def test_pipelines_write_what_one_device_does(name):
     directory, overrides = published(name)[1], PIPELINES[name].split()
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, 96, length).tolist() for length in (3, 1, 9, 5, 2, 4, 7, 6, 8)]
-    one = generator(directory).generate(prompts, 6, lambda *_: False)
+    one = generator(directory).generate(prompts, 6)
     many = generator(directory, *overrides, "train.length_bucket=16")
     assert many.loaded.trainer.samples_per_step < len(prompts)
-    assert many.generate(prompts, 6, lambda *_: False) == one
-    drawn = Sampling(1.0, 0.9, seed=3)
-    one = generator(directory, sampling=drawn).generate(prompts[:2], 4, lambda *_: False)
-    many = Generator(many.loaded, drawn).generate(prompts[:2], 4, lambda *_: False)
-    assert many == one
+    assert_same(many.generate(prompts, 6), one)
+    drawn = Sampling(1.0, 0.9)
+    one = generator(directory, sampling=drawn).generate(prompts[:2], [4, 3], seed=3)
+    assert [len(made.tokens) for made in one] == [4, 3]
+    assert_same(Generator(many.loaded, drawn).generate(prompts[:2], [4, 3], seed=3), one)
+
+
+def assert_same(found, want):
+    assert [one.tokens for one in found] == [one.tokens for one in want]
+    for one, other in zip(found, want):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -113,12 +121,14 @@ def test_the_nucleus_is_that_of_transformers():
 def test_draws_have_the_probabilities_of_the_logits_and_depend_on_the_seed():
     probabilities = np.array([0.5, 0.25, 0.2, 0.05], np.float32)
     logits = jnp.broadcast_to(jnp.log(probabilities), (20_000, 4))
-    draws = np.asarray(Sampling(1.0, top_p=0.9).draw(logits, jnp.int32(3)))
+    drawn = Sampling(1.0, top_p=0.9).draw(logits, key_of(0), jnp.int32(3))
+    draws = np.asarray(drawn.token_B)
+    np.testing.assert_allclose(np.exp(drawn.logprob_B), probabilities[draws], rtol=1e-5)
     shares = np.bincount(draws, minlength=4) / len(draws)
     np.testing.assert_allclose(shares, [0.5 / 0.95, 0.25 / 0.95, 0.2 / 0.95, 0], atol=0.015)
-    for other in (Sampling(1.0, 0.9, seed=1).draw(logits, jnp.int32(3)),
-                  Sampling(1.0, 0.9).draw(logits, jnp.int32(4))):  # fmt: skip
-        assert (np.asarray(other) != draws).any()
+    for seed, place in ((1, 3), (0, 4)):
+        other = Sampling(1.0, 0.9).draw(logits, key_of(seed), jnp.int32(place))
+        assert (np.asarray(other.token_B) != draws).any()
 
 
 @pytest.mark.extended
@@ -188,10 +198,6 @@ def test_a_chat_model_replies_as_in_transformers(tmp_path, capsys):
         (["--prompt", "", "--tokenizer", "bytes"], "the prompt has no token"),
         (["--prompt", "x", "--tokenizer", "bytes"], "gives the id 120, but model.vocab_size=96"),
         (["--prompt", "!" * 64, "--tokenizer", "bytes"], "the prompt has 64 tokens"),
-        (
-            ["--prompt", "!", "--tokenizer", "bytes", "parallel.cp=2", "parallel.dp=2"],
-            "from whole sequences, but",
-        ),
         (["--prompt", "!", "--top-p", "0"], "--top-p 0.0: give a share"),
         (["--prompt", "!", "--top-p", "0.9"], "--top-p 0.9 with --temperature 0, which takes the"),
         (["--prompt", "!", "--temperature", "nan"], "--temperature nan: give 0, or a number from"),

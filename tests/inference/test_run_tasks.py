@@ -175,25 +175,3 @@ def test_a_task_of_the_harness(tmp_path, monkeypatch):
     assert evaluate([*words, "--out", str(out)]) == 0
     found = json.loads(out.read_text())["results"]["parity"]["acc,none"]
     assert metrics(tmp_path / "run")[4]["tasks/parity/acc"] == pytest.approx(found)
-
-
-def test_a_task_that_generates_needs_whole_sequences(tmp_path, monkeypatch):
-    """Known when the run starts, also in a group of tasks."""
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'jaxpipe[eval]'")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    (tmp_path / "rows.json").write_text('{"question": "1 is"}\n')
-    for kind, metric in (("generate_until", "exact_match"), ("multiple_choice", "acc")):
-        (tmp_path / f"{kind}.yaml").write_text(
-            f"task: {kind}_\ntest_split: test\ndataset_path: json\noutput_type: {kind}\n"
-            f"dataset_kwargs: {{data_files: {{test: {tmp_path}/rows.json}}}}\n"
-            'doc_to_text: "{{question}}"\ndoc_to_choice: [odd, even]\ndoc_to_target: 0\n'
-            f"metric_list: [{{metric: {metric}}}]\n"
-        )
-    (tmp_path / "all.yaml").write_text("group: both\ntask: [multiple_choice_, generate_until_]\n")
-    both = Tasks.find(["both"], str(tmp_path))
-    divided = configs.load(SMALL, ["parallel.slices=2"])
-    Tasks(("multiple_choice_",), both.manager).check_mesh(divided)
-    both.check_mesh(configs.load(SMALL, ["parallel.pp=1", "parallel.dp=1", "parallel.tp=2"]))
-    with pytest.raises(ConfigError, match="generated from whole sequences.* slices=2"):
-        both.check_mesh(divided)

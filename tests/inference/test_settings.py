@@ -30,6 +30,6 @@ def test_tokens_are_generated_without_cudnn(file, monkeypatch):
     monkeypatch.setattr(generation, "model_of", lambda config, grouped: made.append(config))
     config = configs.load(CONFIGS / f"{file}.toml", ["model.attention=cudnn"])
     trainer = SimpleNamespace(config=config, grouped=None)
-    assert CachedModel(SimpleNamespace(trainer=trainer), None, tokens=16).model is None
+    assert CachedModel(trainer, None, tokens=16).model is None
     assert (made[0].model.attention, made[0].parallel.slices) == ("xla", 16)
     assert made[0].model.n_layers == config.model.n_layers
