@@ -44,6 +44,11 @@ def test_peft_adds_what_is_merged_here(tmp_path, name, attention):
         tmp_path / "peft",
     )  # fmt: skip
     assert count == len(merged)
+    again = read_adapters(
+        tmp_path / "peft", model, LORA, lambda read: read([*adapters]), seed=0, say=pytest.fail
+    )
+    for ours, back in zip(adapters.values(), again, strict=True):
+        np.testing.assert_array_equal(back, ours)
     tokens = rng.integers(0, VOCABULARY, (2, 17))
     before = logits_of(theirs, tokens)
     base = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()

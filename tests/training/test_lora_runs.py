@@ -255,7 +255,7 @@ def test_adapters_need_a_trained_model(tmp_path, capsys):
     ("written", "sentence"),
     [
         ({"r": 8}, "has r=8, but lora.rank=3: set lora.rank=8"),
-        ({"use_rslora": True}, "has use_rslora=True, but adapters count lora.alpha / lora.rank"),
+        ({"use_dora": True}, "adapter_config.json has use_dora=True, which is no plain adapter"),
         ({"layers": (0, 1, 3)}, "has no base_model.model.model.layers.2.self_attn.q_proj.lora_A"),
         ({"layers": range(5)}, "also has base_model.model.model.layers.4.self_attn.q_proj.lora_A"),
         ({"width": 48}, r"is of another model: lora/attn/wq/a has shape \(48, 3\) there"),
