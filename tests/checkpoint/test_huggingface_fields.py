@@ -17,6 +17,7 @@ from hf_models import (
 )
 
 from jaxpipe import config as configs
+from jaxpipe.checkpoint.__main__ import main
 from jaxpipe.checkpoint.huggingface import import_huggingface, model_settings
 from jaxpipe.config import ConfigError
 from jaxpipe.model import FAMILIES
@@ -113,6 +114,19 @@ def test_a_file_without_architectures_is_that_of_its_model_type(tmp_path, model,
     write_model(tmp_path / "hf", model, tensors, architectures=names)
     step = import_huggingface(tmp_path / "hf", model, tmp_path / "c", {})
     assert_same_bytes(all_tensors(export(step, model, tmp_path / "out")), tensors)
+
+
+def test_an_import_says_what_it_takes_such_a_file_for(tmp_path, capsys):
+    source = write_model(
+        tmp_path / "hf", LLAMA, random_tensors(LLAMA), architectures=None, model_type="mistral",
+        sliding_window=4, max_position_embeddings=64,
+    )  # fmt: skip
+    words = ["import", str(source), "--write-config", str(tmp_path / "run.toml")]
+    assert main([*words, "--out", str(tmp_path / "c")]) == 0
+    assert "names no architecture: by its model_type it is taken for a Mistral" in (
+        capsys.readouterr().out
+    )
+    assert "sliding_window = 4" in (tmp_path / "run.toml").read_text()
 
 
 def test_fields_of_a_multimodal_file_rule_over_its_text_model():
