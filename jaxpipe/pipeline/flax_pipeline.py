@@ -16,6 +16,7 @@ from jaxpipe.contract import LayerKind, LayerOutput, StageFunctions
 from jaxpipe.parallel import PP, TP, StageLayout
 from jaxpipe.pipeline.execution import Execution
 from jaxpipe.pipeline.executor import Pipeline
+from jaxpipe.pipeline.flax_layers import by_layer, set_by_layer
 from jaxpipe.pipeline.flax_module import ModuleFunction, check_modules
 from jaxpipe.pipeline.flax_stage import PipelineStage, Stage
 from jaxpipe.pipeline.partitioned import partition
@@ -81,6 +82,22 @@ class FlaxPipeline(nnx.Module):
         layers = self._static.layout.unstack(params["layers"])
         layers = map(ModuleFunction.module, model.layers, layers)
         return Stage(dict(enumerate(layers)), **model.embed_head.module(params["embed_head"]))
+
+    def by_layer(self, state: Any) -> Tree:
+        """Gradients by layer; or the state of this pipeline or of its optimizer, to be saved.
+
+        A part that is like the parameters becomes `{"embed": tree, "layers": [tree, ...], "head":
+        tree}`, of nested dicts as the modules have them. A parameter that embed and head share is
+        in the embedding's. Nothing in the result depends on the schedule or the mesh.
+        """
+        return by_layer(self._static.layout, state)
+
+    def set_by_layer(self, module: Any, tree: Tree) -> None:
+        """Set this pipeline, or its optimizer, to what `by_layer` returned under any schedule.
+
+        Raises `ValueError` where the tree is of another model or optimizer.
+        """
+        set_by_layer(self._static.layout, module, tree)
 
     def _values(self) -> Tree:
         is_param = lambda node: isinstance(node, nnx.Param)  # noqa: E731

@@ -286,6 +286,50 @@ def test_a_mesh_with_tp_needs_metadata():
         )  # fmt: skip
 
 
+def test_gradients_by_layer_are_those_of_the_modules():
+    """Layers of two kinds, unevenly on two ranks of two stages, against `nnx.grad`."""
+    schedule = near("interleaved_1f1b", 2, 4, virtual_stages=2)
+    model = small_model([Wide if i % 3 == 1 else MLP for i in range(schedule.stages + 1)])
+    batch = tokens(schedule.microbatches, 2)
+    want = nnx.to_pure_dict(nnx.grad(Model.loss)(model, batch))
+    pipeline = pipelined(model, schedule)
+    got = pipeline.by_layer(pipeline.loss_and_gradients(batch)[1])
+    assert got.keys() == {"embed", "layers", "head"}
+    assert_same(got["embed"], want["embed"])
+    assert_same(got["head"], want["head"])
+    assert_same(dict(enumerate(got["layers"])), want["layers"])
+
+
+def test_state_by_layer_moves_to_another_schedule_and_mesh():
+    """Parameters and moments, in bits; a step later both pipelines are still the same."""
+    model, moved = small_model([MLP] * 4), small_model([MLP] * 4)
+    batch, transformation = tokens(4, 2), optax.adam(0.1)
+    first = pipelined(model, near("zb_h1", 4, 4))
+    second = pipelined(moved, near("1f1b", 2, 4))
+    optimizers = [nnx.Optimizer(one, transformation, wrt=nnx.Param) for one in (first, second)]
+    optimizers[0].update(first, first.loss_and_gradients(batch)[1])
+    saved = [first.by_layer(one) for one in (first, optimizers[0])]
+    for module, tree in zip((second, optimizers[1]), jax.tree.map(np.asarray, saved)):
+        second.set_by_layer(module, tree)
+    for one, tree in zip((second, optimizers[1]), saved):
+        jax.tree.map(np.testing.assert_array_equal, second.by_layer(one), tree)
+    for pipeline, optimizer in zip((first, second), optimizers):
+        optimizer.update(pipeline, pipeline.loss_and_gradients(batch)[1])
+    assert_same(second.by_layer(second), first.by_layer(first))
+
+
+def test_a_state_of_another_model_is_refused():
+    pipeline = pipelined(small_model([MLP] * 4), near("1f1b", 2, 4))
+    tree = pipeline.by_layer(pipeline)
+    with pytest.raises(ValueError, match="3 layers but the pipeline 4"):
+        pipeline.set_by_layer(pipeline, tree | {"layers": tree["layers"][:3]})
+    wider = tree | {"head": jax.tree.map(jnp.ravel, tree["head"])}
+    with pytest.raises(ValueError, match="other names or shapes"):
+        pipeline.set_by_layer(pipeline, {})
+    with pytest.raises(ValueError, match="other names or shapes"):
+        pipeline.set_by_layer(pipeline, wider)
+
+
 def test_a_batch_of_other_keys_is_refused():
     pipeline = pipelined(small_model([MLP, MLP]), build("1f1b", pp=2, microbatches=2))
     with pytest.raises(ValueError, match="targets"):
