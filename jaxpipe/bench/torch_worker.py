@@ -87,7 +87,7 @@ class TorchStage(nn.Module):
             put(self.head[0].weight, values["embed_head/final_norm/scale"])
             put(self.head[1].weight, values["embed_head/head"], matrix=True)
         for number, layer in enumerate(self.layers, first_layer):
-            of = lambda name, number=number: values[f"layers/{number}/{name}"][0]  # noqa: E731
+            of = lambda name, number=number: values[f"layers/{number}/{name}"]  # noqa: E731
             put(layer.attn_norm.weight, of("attn_norm/scale"))
             put(layer.mlp_norm.weight, of("mlp_norm/scale"))
             for name in ("wq", "wk", "wv", "wo"):

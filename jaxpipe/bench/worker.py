@@ -85,7 +85,8 @@ class BenchWorker(StepWorker):
         """Write the initial parameters and the batch on one device to an npz file, for PyTorch."""
         trainer = build_trainer(config)
         params, batch = trainer.init_parameters(), random_batch(trainer.config)
-        leaves = jax.tree.leaves_with_path(params)
+        layers = dict(enumerate(trainer.layout.unstack(params["layers"])))
+        leaves = jax.tree.leaves_with_path({"embed_head": params["embed_head"], "layers": layers})
         named = {jax.tree_util.keystr(at, simple=True, separator="/"): leaf for at, leaf in leaves}
         np.savez(path, **named, **batch)
         return {}
