@@ -15,5 +15,5 @@ def import_optional(package: str, purpose: str, extra: str = "data") -> ModuleTy
         return importlib.import_module(package)
     except ImportError as error:
         raise ConfigError(
-            f"{purpose} needs the package {package.split('.')[0]}: pip install 'jaxpipe[{extra}]'."
+            f"{purpose} needs the package {package.split('.')[0]}: pip install -e '.[{extra}]'."
         ) from error

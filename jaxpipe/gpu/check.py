@@ -28,7 +28,7 @@ from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.moments import map_moments
 from jaxpipe.training.trainer import Trainer
 
-INSTALL = "compiling for GPUs needs their compiler: pip install 'jaxpipe[aot]'"
+INSTALL = "compiling for GPUs needs their compiler: pip install -e '.[aot]'"
 _CUDNN = (
     "model.attention='cudnn' cannot be compiled without cuDNN: pip install --no-deps "
     "nvidia-cudnn-cu13 (0.5 GB), or give model.attention=xla."

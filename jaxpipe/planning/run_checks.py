@@ -176,7 +176,7 @@ def _check_tasks(config: Config) -> None:
     if find_spec("lm_eval") is None:
         raise ConfigError(
             f"train.evaluate_tasks={list(train.evaluate_tasks)} need the package lm-eval, which is "
-            f"not installed: pip install 'jaxpipe[eval]', or leave train.evaluate_every out."
+            f"not installed: pip install -e '.[eval]', or leave train.evaluate_every out."
         )
     if config.model.tokens_ahead:
         raise ConfigError(

@@ -291,7 +291,7 @@ def test_without_a_compiler_it_says_what_to_install():
     code, out, errors = plan("--check-gpu", "h100")
     assert (code, out) == (2, "")
     assert errors.startswith("error: ")
-    assert "pip install 'jaxpipe[aot]'" in errors
+    assert "pip install -e '.[aot]'" in errors
 
 
 @pytest.mark.parametrize(

@@ -144,13 +144,13 @@ def test_refusals(tmp_path, monkeypatch, capsys, words, sentence):
 def test_a_missing_harness_is_named_with_its_command(monkeypatch):
     monkeypatch.setattr(run_checks, "find_spec", lambda name: None)
     tasks = ["train.evaluate_every=2", 'train.evaluate_tasks=["arc_easy"]']
-    with pytest.raises(ConfigError, match=r"lm-eval, which is not installed: pip install 'jaxp"):
+    with pytest.raises(ConfigError, match=r"lm-eval, which is not installed: pip install -e"):
         check_settings(configs.load(SMALL, tasks))
 
 
 def test_a_task_of_the_harness(tmp_path, monkeypatch):
     """The run's number is that of `python -m jaxpipe.evaluate` on its last checkpoint."""
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'jaxpipe[eval]'")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[eval]'")
     from jaxpipe.evaluate import main as evaluate
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -57,7 +57,7 @@ def test_a_plan_needs_no_kernel(monkeypatch):
         (CPU, MODEL, "float32", None, ""),
         (HOPPER, MODELS["narrow"], "bfloat16", None, ""),  # a capacity: products are batched
         (HOPPER, LlamaConfig(**SIZES), "bfloat16", None, ""),
-        (HOPPER, MODEL, "bfloat16", None, r"pip install 'jaxpipe\[experts\]'"),
+        (HOPPER, MODEL, "bfloat16", None, r"pip install -e '.\[experts\]'"),
         (HOPPER, MODEL, "float32", "tokamax", "16-bit floats, not .*=float32"),
         (HOPPER, MODELS["qwen"], "bfloat16", "tokamax", "not model.d_model=16 and experts of 6"),
         (BLACKWELL, MODEL, "bfloat16", "tokamax", "for Hopper GPUs, not B200"),

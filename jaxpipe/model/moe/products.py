@@ -166,7 +166,7 @@ def _missing_reason(device: Any, config: MixtureConfig, dtype: jnp.dtype, tp: in
     try:
         import tokamax  # noqa: F401
     except ImportError as error:  # of a package that tokamax needs, too
-        return f"install tokamax (pip install 'jaxpipe[experts]'): {error}"
+        return f"install tokamax (pip install -e '.[experts]'): {error}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"tokamax's kernel is for 16-bit floats, not train.compute_dtype={dtype}: change it"
     if any(width % _STEP for width in widths):
