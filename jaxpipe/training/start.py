@@ -1,6 +1,8 @@
 """The initial state of a run: from its newest checkpoint, from another run's, or new."""
 
-from collections.abc import Callable, Sequence
+import math
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,12 +15,12 @@ from jaxpipe.checkpoint.compatibility import check_same_settings
 from jaxpipe.checkpoint.peft_reading import read_adapters
 from jaxpipe.checkpoint.placing import Read, place_parameters
 from jaxpipe.checkpoint.serving import ServingFiles
-from jaxpipe.config import Config, ConfigError, ParallelConfig
+from jaxpipe.config import Config, ConfigError, OptimizerConfig, ParallelConfig
 from jaxpipe.data.manifest import read_manifest
 from jaxpipe.data.sources import RunData
 from jaxpipe.data.token_files import find_prepared_folders
 from jaxpipe.model.lora import NAME as LORA
-from jaxpipe.optimizer import has_average
+from jaxpipe.optimizer import has_average, learning_rate
 from jaxpipe.planning import Devices, RunPlan, resolve
 from jaxpipe.runtime.storage import AnyPath, local_copy, open_path
 from jaxpipe.tokenizer.files import BYTES, TokenizerFiles
@@ -201,6 +203,8 @@ def _resumed(
             f"checkpoint.parameters_only=true."
         )
     say(f"resumed from step {meta['step']} (saved with {meta['layout']}){but}")
+    if jump := rate_jump(meta, trainer.config):
+        say(jump)
     if restarts:
         seen = seen._replace(restarted_at=seen.samples, passed_over=0)
         say(
@@ -218,6 +222,32 @@ def _resumed(
         has_older=min(older_steps, default=first_spike) < first_spike,
     )  # fmt: skip
     return trainer.state_of(parts, guard), seen
+
+
+def rate_jump(meta: Mapping[str, Any], config: Config) -> str | None:
+    """A sentence if a run goes on from a checkpoint at another learning rate than that had."""
+    try:
+        saved = tomllib.loads(meta["config"])
+        optimizer = msgspec.convert(saved["optimizer"], OptimizerConfig)
+        steps = saved["train"]["steps"]
+    except (KeyError, tomllib.TOMLDecodeError, msgspec.ValidationError):
+        return None  # of another program or version
+    done = meta["step"] - int(meta.get("guard", {}).get("skipped", 0))
+    before, now = (
+        float(learning_rate(of, until)(done))
+        for of, until in ((optimizer, steps), (config.optimizer, config.train.steps))
+    )
+    if math.isclose(before, now, rel_tol=1e-3):
+        return None
+    pairs = {"train.steps": (steps, config.train.steps)} | {
+        f"optimizer.{key}": (getattr(optimizer, key), getattr(config.optimizer, key))
+        for key in optimizer.__struct_fields__
+    }
+    changes = ", ".join(f"{key} was {a} and is {b}" for key, (a, b) in pairs.items() if a != b)
+    return (
+        f"the learning rate of step {meta['step'] + 1} is {now:.2e}, not {before:.2e} as the "
+        f"checkpoint's run had it: {changes}"
+    )
 
 
 def position_in(meta: dict[str, Any], config: Config) -> DataPosition:

@@ -2,6 +2,7 @@
 
 import fnmatch
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from jaxpipe import train
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.checkpoint.exclusion import leaves_by_name
 from jaxpipe.checkpoint.integrity import add_checksum
-from jaxpipe.config import load
-from jaxpipe.training.start import start
+from jaxpipe.config import load, to_toml
+from jaxpipe.training.start import rate_jump, start
 from jaxpipe.training.trainer import Trainer
 
 SMALL = str(Path(__file__).parents[1] / "data" / "small.toml")
@@ -222,3 +223,22 @@ def test_a_seed_is_made_by_one_process(tmp_path, monkeypatch, capsys):
     assert train.main([SMALL, f"run.dir={tmp_path / 'run'}", "--seed-checkpoint"]) == 2
     assert "--seed-checkpoint in 2 processes: one device makes" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_learning_rate_that_jumps_is_reported():
+    """The rates of a cosine without warm-up, by hand, 100 and 200 updates long, after 100."""
+    plain = ["optimizer.lr=1e-2", "optimizer.min_lr_ratio=0.1", "optimizer.warmup_steps=0"]
+    before, longer = (load(SMALL, [*plain, f"train.steps={n}"]) for n in (100, 200))
+    meta = {"step": 100, "config": to_toml(before)}
+    want = 1e-2 * (0.1 + 0.9 * (1 + math.cos(math.pi * 100 / 199)) / 2)
+    said = rate_jump(meta, longer)
+    assert f"of step 101 is {want:.2e}, not 1.00e-03 as" in said
+    assert said.endswith("train.steps was 100 and is 200")
+    assert rate_jump(meta, before) is None
+    steady = [*plain, "optimizer.decay=constant"]
+    meta = {"step": 100, "config": to_toml(load(SMALL, [*steady, "train.steps=9"]))}
+    assert rate_jump(meta, load(SMALL, [*steady, "train.steps=99"])) is None
+    said = rate_jump(meta, load(SMALL, [*steady, "optimizer.lr=0.5"]))
+    assert "is 5.00e-01, not 1.00e-02" in said
+    assert "optimizer.lr was 0.01 and is 0.5" in said
+    assert rate_jump({"step": 1}, before) is None  # of another program
