@@ -207,7 +207,7 @@ def _export(arguments: argparse.Namespace) -> None:
             serving=serving,
         )
     missing = [] if {*VOCABULARIES} & serving.files.keys() else ["the tokenizer's files"]
-    if not serving.eos_token_ids:
+    if not serving.eos_token_ids and not serving.tokenizer.is_bytes:
         missing.append("a token that ends text, without which generation does not stop")
     unknown = f"; not known: {' and '.join(missing)} (give --tokenizer DIR)" if missing else ""
     count, step = model.parameter_count(), checkpoint.meta["step"]

@@ -21,6 +21,8 @@ GENERATION = "generation_config.json"
 BYTES = "bytes"  # names the tokenizer with one token per byte
 TEMPLATE, PROCESSOR_TEMPLATE = "chat_template.jinja", "chat_template.json"
 MORE_TEMPLATES = "additional_chat_templates"
+# Models for which transformers 5 takes tokenizer.json as it is, although they name LlamaTokenizer.
+_BY_FILE = ("mistral", "mixtral")
 VOCABULARIES = (
     TOKENIZER, "tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "tiktoken.model",
 )  # fmt: skip
@@ -199,9 +201,10 @@ def _local_files(name: str) -> Path:
         return Path(name)
     folder, _, file = name.rstrip("/").rpartition("/")
     if not file.endswith(".json"):
-        return local_copy(name, is_tokenizer_file)
+        return local_copy(name, lambda one: is_tokenizer_file(one) or one == "config.json")
     try:
-        return local_copy(folder, lambda one: is_tokenizer_file(one) or one == file) / file
+        wanted = ("config.json", file)
+        return local_copy(folder, lambda one: is_tokenizer_file(one) or one in wanted) / file
     except ConfigError:
         return local_copy(name)  # a web server does not list folders
 
@@ -210,4 +213,13 @@ def _read_folder(folder: Path) -> dict[str, bytes]:
     more = folder / MORE_TEMPLATES
     names = [path.name for path in folder.iterdir()]
     names += [f"{MORE_TEMPLATES}/{path.name}" for path in more.iterdir()] if more.is_dir() else []
-    return {name: (folder / name).read_bytes() for name in filter(is_tokenizer_file, sorted(names))}
+    wanted = filter(is_tokenizer_file, sorted(names))
+    contents = {name: (folder / name).read_bytes() for name in wanted}
+    beside = {name: (folder / name).read_bytes() for name in {"config.json"} & {*names}}
+    files = TokenizerFiles(str(folder), contents | beside)
+    config, model_type = files.json(CONFIG), files.json("config.json").get("model_type")
+    if model_type in _BY_FILE and str(config.get("tokenizer_class")).startswith("Llama"):
+        # Copies have no config.json beside them, or another one.
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        contents[CONFIG] = json.dumps(config, indent=2, ensure_ascii=False).encode()
+    return contents

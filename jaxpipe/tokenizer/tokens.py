@@ -56,8 +56,7 @@ def read_tokens(files: TokenizerFiles) -> TokenizerTokens:
     if stated is None:
         more, more_extra = _read_named(files.json(SPECIAL_TOKENS), files, SPECIAL_TOKENS)
         named, extra = named | more, extra or more_extra
-        special = {token["content"] for token in (*named.values(), *extra) if token}
-        stated = _read_legacy(files, special) | own
+        stated = _read_legacy(files, _plain(config, more)) | own
     elif is_rebuilt(files):
         _check_kept(own, stated, files)
     named = {name: token for name, token in (defaults | named).items() if token}
@@ -167,6 +166,17 @@ def _read_legacy(files: TokenizerFiles, special: set[str]) -> dict[int, dict[str
             )
         tokens[number] = _token(text, files, ADDED_TOKENS, special=text in special)
     return tokens
+
+
+def _plain(config: Mapping[str, Any], named: Mapping[str, Any]) -> set[str]:
+    """Return the texts of special tokens whose entry in added_tokens.json is special.
+
+    transformers compares them before it reads the objects of tokenizer_config.json.
+    """
+    roles = config | {role: token and token["content"] for role, token in named.items()}
+    extra = next((config[key] for key in _EXTRA if config.get(key)), ())
+    texts = (*map(roles.get, _ROLES), *extra)
+    return {text for text in texts if isinstance(text, str)}
 
 
 def _token(value: Any, files: TokenizerFiles, where: str, special: bool = True) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import fsspec
 import pytest
 import tokenizer_folders
 from texts import lines, prepared
-from tokenizer_folders import FOLDERS, NOT_UNDERSTOOD, TEXTS, folder, write
+from tokenizer_folders import FOLDERS, NOT_UNDERSTOOD, TEXTS, folder, tokenizer_json, write
 
 from jaxpipe.config import ConfigError
 from jaxpipe.data.token_files import open_documents
@@ -87,6 +87,23 @@ def test_only_the_tokenizer_is_read_from_an_address(tmp_path: Path) -> None:
         assert TokenizerFiles.read(address).contents == wanted
     with pytest.raises(ConfigError, match="memory://models/none does not exist: correct"):
         TokenizerFiles.read("memory://models/none")
+
+
+def test_a_model_whose_class_is_not_what_it_says(tmp_path: Path) -> None:
+    """The first Mistral's tokenizer.json splits otherwise than its class, and decides."""
+    pieces = tokenizer_json(
+        normalizer={"type": "Prepend", "prepend": "▁"},
+        pre_tokenizer=None,
+        model=tokenizer_json()["model"] | {"fuse_unk": True, "byte_fallback": True},
+    )
+    model = write(folder({"tokenizer_class": "LlamaTokenizer"}, pieces), tmp_path)
+    with pytest.raises(ConfigError, match="another normalizer for tokenizer_class=LlamaTokenizer"):
+        load_tokenizer(str(model))
+    (model / "config.json").write_text('{"model_type": "mixtral"}')
+    files = TokenizerFiles.read(model)
+    assert load_tokenizer(files).vocab_size == 97
+    assert "config.json" not in files.contents
+    assert files.json("tokenizer_config.json")["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_files_beside_another_tokenizer_are_not_read(tmp_path: Path) -> None:
