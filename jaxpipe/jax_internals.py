@@ -73,6 +73,15 @@ def used_inputs(closed: ClosedJaxpr, wanted: Sequence[bool]) -> list[bool]:
     return dce_jaxpr(closed.jaxpr, list(wanted))[1]
 
 
+def keep_outputs(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[bool]]:
+    """Return a jaxpr without the equations that its outputs do not need, also inside of calls.
+
+    The second value says of each input whether the jaxpr still has it.
+    """
+    jaxpr, used = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    return closed.replace(jaxpr=jaxpr), used
+
+
 def set_memory_kinds(lowered: jax.stages.Lowered, kinds: Sequence[str]) -> None:
     """Write into a lowered program in which memory each argument of its function is.
 

@@ -47,19 +47,29 @@ class Aux(NamedTuple):
     Every field is optional. All layers of a kind return the same names with the same shapes.
 
     Attributes:
-      loss: a differentiated scalar, summed over the tokens that the layer saw; None: no loss. The
-        step adds its mean over the tokens of the batch (`StageFunctions.tokens`) to the head's
-        loss.
+      losses: by name a differentiated sum and the number of its terms, scalars; the number depends
+        on the microbatch's rows alone. A step divides every layer's sum by the number of its terms
+        in the whole batch (0 where there are none), and adds these means to the head's loss.
       sums: small arrays by name, summed over layers, microbatches and replicas.
       maxima: small arrays by name, reduced by elementwise maximum over the same three.
       per_example: numeric arrays `[B, ...]` by name, summed over layers; a step returns them for
         every microbatch, `[M, B, ...]`.
     """
 
-    loss: "jax.Array | None" = None
+    losses: Mapping[str, tuple["jax.Array", "jax.Array | int"]] = {}
     sums: Mapping[str, "jax.Array"] = {}
     maxima: Mapping[str, "jax.Array"] = {}
     per_example: Mapping[str, "jax.Array"] = {}
+
+    @property
+    def loss_sums(self) -> dict[str, "jax.Array"]:
+        """The sums of the losses by name."""
+        return {name: total for name, (total, _) in self.losses.items()}
+
+    @property
+    def loss_counts(self) -> dict[str, "jax.Array | int"]:
+        """The number of terms of the losses by name."""
+        return {name: count for name, (_, count) in self.losses.items()}
 
 
 class LayerOutput(NamedTuple):

@@ -28,8 +28,6 @@ class StageFunctions:
       head: `(embed_head, x, rows) -> summed loss`, after the last layer; an array of several losses
         is trained on their sum.
       count: `rows -> number of terms in the summed loss`.
-      tokens: `rows -> number of tokens` by which the auxiliary losses of layers are divided; None:
-        `count`.
       outputs: `(embed_head, x, rows) -> tree` of numeric arrays `[B, ...]` that a step returns for
         every microbatch, computed from the head's x and equal on devices along tp; None: nothing.
       order: the kind of every layer; None: all layers are of the only kind.
@@ -63,7 +61,6 @@ class StageFunctions:
     kinds: LayerKind | Mapping[str, LayerKind]
     head: Callable[[Tree, "jax.Array", Tree], "jax.Array"]
     count: Callable[[Tree], "jax.Array"]
-    tokens: Callable[[Tree], "jax.Array"] | None = None
     outputs: Callable[[Tree, "jax.Array", Tree], Tree] | None = None
     order: tuple[str, ...] | None = None
     losses: tuple[str, ...] = ("loss",)

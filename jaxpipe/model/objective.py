@@ -99,10 +99,7 @@ class Objective:
         return replace(objective, metrics=tuple(made.metrics))
 
     def applied(self, functions: StageFunctions, scores: Scores) -> StageFunctions:
-        """The model's functions with this loss in place of the head's.
-
-        Auxiliary losses of layers stay means over tokens.
-        """
+        """The model's functions with this loss in place of the head's."""
         options = ScoreOptions(self.temperature, entropy="entropy" in self.arguments)
 
         def head(embed_head: Tree, x: jax.Array, rows: Tree) -> jax.Array:
@@ -112,7 +109,6 @@ class Objective:
             functions,
             head=head,
             count=self.count,
-            tokens=functions.tokens or functions.count,
             losses=(LOSS, *self.metrics),
             batch_keys=(*functions.batch_keys, *self.rows),
         )

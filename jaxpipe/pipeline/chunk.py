@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.contract import Aux, Context
+from jaxpipe.pipeline.embed_head import Mean
 from jaxpipe.pipeline.layer_slot import LayerRun, LayerSlot
 from jaxpipe.pipeline.ports import Cotangent
 from jaxpipe.pipeline.ring_buffers import GradientInputs, RingBuffers
@@ -27,14 +28,14 @@ class ActionInputs(NamedTuple):
       row: the row of the tables.
       rows: the batch rows of the action's microbatch.
       variables: the model's variables.
-      dloss: cotangent of the layers' auxiliary losses, a scalar.
+      means: how auxiliary losses become means, by layer kind and name.
       embed_head: parameters of embedding and head as layers read them; None: no layer does.
     """
 
     row: TableRow
     rows: Tree
     variables: Tree
-    dloss: jax.Array
+    means: Mapping[str, Mapping[str, Mean]]
     embed_head: Tree = None
 
     def context(self, slot: LayerSlot, state: Tree) -> Context:
@@ -50,7 +51,7 @@ class ForwardOutputs(NamedTuple):
       y: output activation; between layers, and as the input of F, the current activation.
       rings: the ring buffers that F writes, by ring group.
       aux: sums, maxima and per-example values so far.
-      loss: sum of the auxiliary losses of the layers; None: they have none.
+      loss: share of the auxiliary losses of the layers in their means; None: they have none.
       next_params: between runs, the parameters of the next layer if gathered ahead.
     """
 
@@ -218,8 +219,8 @@ def _run_forward(
         plan = slot.kind.rings
         context = given.context(slot, plan.state_before(ring, given.row, slot.place))
         output, kept = slot.kind.forward(params, x, context)
-        more = output.aux.loss
-        loss = loss if more is None else loss + more.astype(loss.dtype)
+        for name, total in output.aux.loss_sums.items():
+            loss += (total * given.means[slot.kind.name][name].share).astype(loss.dtype)
         ring = plan.write_forward(ring, kept, output.state, given.row, slot.place)
         return output.y, ring, add_aux(aux, output.aux, given.row.forward_mb), loss
 
@@ -252,12 +253,17 @@ def _layer_gradient(
         # B reads and writes the same ring buffer. Unless all reads come first, XLA copies it.
         kept, ring = lax.optimization_barrier((kept, ring))
     split = slot.kind.split
-    context, loss = given.context(slot, kept.state), split.output.aux.loss
-    dloss = None if loss is None else given.dloss.astype(loss.dtype)
+    context, losses = given.context(slot, kept.state), split.output.aux.loss_sums
+    dlosses = {
+        name: given.means[slot.kind.name][name].seed.astype(like.dtype)
+        for name, like in losses.items()
+    }
     if op is Op.W:
-        gradients = split.backward_weight(params, context, kept.residuals.for_w, kept.stash, dloss)
+        gradients = split.backward_weight(
+            params, context, kept.residuals.for_w, kept.stash, dlosses
+        )
         return dy, *slot.add_gradients(total, read, gradients, counts), observed, ring
-    at_output, stash = Cotangent(dy, kept.dstate, dloss), ()
+    at_output, stash = Cotangent(dy, kept.dstate, dlosses), ()
     if op is Op.BW:
         dx, gradients = split.backward(params, context, kept.residuals, at_output)
     else:

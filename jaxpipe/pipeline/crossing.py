@@ -90,7 +90,7 @@ def find_crossing(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, .
     state, next_state = jax.tree.leaves(ports.state), jax.tree.leaves(ports.output.state)
     after = {ports.dy.value, *ports.dy.state}
     free = {*jaxpr.constvars, *jaxpr.invars, *next_state} - {ports.x, *state, *after}
-    on_dy = dependents(jaxpr, after.union(jax.tree.leaves(ports.dy.loss)))
+    on_dy = dependents(jaxpr, after.union(jax.tree.leaves(ports.dy.losses)))
     effects = [eqn for eqn in jaxpr.eqns if has_effects(eqn)]
     in_b = tuple(eqn for eqn in effects if not on_dy.isdisjoint(variables_in(eqn)))
     in_f = tuple(eqn for eqn in effects if on_dy.isdisjoint(variables_in(eqn)))
@@ -141,7 +141,7 @@ def find_gradients_of_state(jaxpr: Jaxpr, ports: Ports) -> frozenset[Var]:
     be gone.
     """
     state, next_state = jax.tree.leaves(ports.state), jax.tree.leaves(ports.output.state)
-    on_dy = dependents(jaxpr, jax.tree.leaves((ports.dy.value, ports.dy.state, ports.dy.loss)))
+    on_dy = dependents(jaxpr, jax.tree.leaves((ports.dy.value, ports.dy.state, ports.dy.losses)))
     by_b = {var for eqn in equations_to(jaxpr, ports.made_by_b, ()) for var in eqn.outvars}
     known = dependents(jaxpr, {ports.x, *state}, next_state) - on_dy | by_b & on_dy
     wanted = jax.tree.leaves(ports.gradients_of_w)

@@ -1,6 +1,6 @@
 """Embedding and head in a tick: on the end stages, or vocabulary-parallel on all ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ class StepData:
       batch: arrays `[M, B, ...]`.
       variables: the model's variables.
       head: the mean of the head's losses over the terms of the batch.
-      aux: the mean of the layers' auxiliary losses over the tokens of the batch.
+      aux: how auxiliary losses become means, by layer kind and name.
       counts: number of terms of the head's losses per microbatch, over all replicas, `[M]`.
       unscale: factor of the gradient sums at the end of the step; None: 1.
     """
@@ -62,7 +62,7 @@ class StepData:
     batch: Tree
     variables: Tree
     head: Mean
-    aux: Mean
+    aux: Mapping[str, Mapping[str, Mean]]
     counts: jax.Array
     unscale: jax.Array | None
 

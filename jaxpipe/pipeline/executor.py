@@ -125,9 +125,8 @@ class Pipeline:
     ) -> StepOutput:
         """Run a training step: losses, gradients of their sum, and auxiliary outputs.
 
-        The head's losses are summed over the batch and divided by the number of their terms;
-        auxiliary losses of layers are divided by the number of tokens (`StageFunctions.tokens`).
-        Either is 0 where that number is 0.
+        The head's losses and every auxiliary loss of a layer are summed over the batch and divided
+        by the number of their own terms; they are 0 where that number is 0.
 
         Args:
           params: stage-stacked params.
@@ -216,7 +215,7 @@ class Pipeline:
             out_specs=StepOutput(
                 all_have,
                 of_gradients if tables.has_gradients else None,
-                Aux(None, all_have, all_have, rows),
+                Aux({}, all_have, all_have, rows),
                 rows,
                 all_have,
                 all_have,
@@ -249,8 +248,8 @@ def loss_and_gradients(
       **options: further fields of `Pipeline`.
 
     Returns:
-      The loss, a scalar: the head's loss as a mean over the terms of the batch, plus the auxiliary
-      losses of layers as a mean over its tokens; and its gradients, with the structure, dtypes and
+      The loss, a scalar: the head's loss and every auxiliary loss of a layer, each as a mean over
+      its own terms in the batch; and its gradients, with the structure, dtypes and
       shardings of `params`; None for frozen parameters.
 
     Raises `ValueError` where model, parameters, batch, schedule and mesh do not match.

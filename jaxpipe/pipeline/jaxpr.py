@@ -170,6 +170,11 @@ def variables_in(eqn: JaxprEqn) -> list[Var]:
     return [var for var in eqn.invars if isinstance(var, Var)]
 
 
+def evaluate(closed: ClosedJaxpr, args: Iterable[Any]) -> list[Any]:
+    """Return the outputs of a jaxpr, with the replacements of `trace_flat`."""
+    return _evaluate(closed.jaxpr, closed.consts, args)
+
+
 def _rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return the jaxpr with its calls inlined and the replacements of `trace_flat`."""
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]

@@ -17,13 +17,13 @@ class Cotangent(NamedTuple):
     Attributes:
       value: gradient at y or x.
       state: gradients at the inexact leaves of the state.
-      loss: gradient at the auxiliary loss, where the layer has one.
+      losses: gradients at the sums of the auxiliary losses, by name.
       statistics: gradients at the statistics variables, by name.
     """
 
     value: Any
     state: tuple[Any, ...] = ()
-    loss: Any = None
+    losses: Mapping[str, Any] = {}
     statistics: Mapping[str, Any] = {}
 
 

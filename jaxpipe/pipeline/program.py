@@ -1,6 +1,6 @@
 """The program of one device: from its parameter shards and batch shard to its gradient shards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -95,8 +95,8 @@ class DeviceProgram:
         """Return the work of every tick and the carry of the first."""
         rows = jax.eval_shape(lambda batch: jax.tree.map(lambda a: a[0], batch), batch)
         x = jax.eval_shape(self.functions.embed, own.embed_head, rows)
-        step = self._step_data(own, x, rows, batch, variables, loss_scale)
-        kinds = self._kinds(own, x, rows, variables)
+        kinds, counts = self._kinds(own, x, rows, variables)
+        step = self._step_data(own, x, rows, batch, variables, loss_scale, counts)
         mirrored = self.layout.placement.mirrored_from is not None
         chunks = own.chunks(self.layout, self.runs, kinds, mirrored=mirrored)
         work = DeviceWork(self._embed_head(step, x, rows), chunks, kinds)
@@ -104,8 +104,11 @@ class DeviceProgram:
 
     def _kinds(
         self, own: DeviceParameters, x: Any, rows: Tree, variables: Tree
-    ) -> tuple[TracedKind, ...]:
-        """Trace the layer kind of every ring group at this device's shapes."""
+    ) -> tuple[tuple[TracedKind, ...], dict[str, Callable[[Tree], Tree]]]:
+        """Trace the layer kind of every ring group at this device's shapes.
+
+        The second value counts the terms of the auxiliary losses of the kinds that have some.
+        """
         index = jax.ShapeDtypeStruct((), jnp.int32)
         context = Context(rows, index, None, variables, own.embed_head_of_layers)
         trained = is_trained(self.shardings["embed_head"])
@@ -122,11 +125,17 @@ class DeviceProgram:
         def with_rings(name: str, layers: int, on_host: bool) -> TracedKind:
             return traced(name).with_rings(self.tables, layers, on_host=on_host)
 
-        return tuple(with_rings(*group) for group in self.runs.groups)
+        kinds = tuple(with_rings(*group) for group in self.runs.groups)
+        counts = {
+            kind.name: kind.loss_counts(own.layer_shapes(*runs[kind.name]), x, context)
+            for kind in {kind.name: kind for kind in kinds}.values()
+            if kind.output.aux.losses
+        }
+        return kinds, counts
 
     def _step_data(
         self, own: DeviceParameters, x: Any, rows: Tree, batch: Tree, variables: Tree,
-        loss_scale: jax.Array | None,
+        loss_scale: jax.Array | None, loss_counts: Mapping[str, Callable[[Tree], Tree]],
     ) -> StepData:  # fmt: skip
         loss = jax.eval_shape(self.functions.head, own.embed_head, x, rows)
         names = self.functions.losses
@@ -136,19 +145,18 @@ class DeviceProgram:
                 f"{', '.join(names)}: return a scalar for one name, else an array of as many."
             )
         counts = self._counts(self.functions.count, batch)
-        tokens = counts
-        if self.functions.tokens is not None:
-            tokens = self._counts(self.functions.tokens, batch)
-        shares = self._share(counts, loss.dtype), self._share(tokens, loss.dtype)
-        seeds, unscale = shares, None
+        share = self._share(counts, loss.dtype)
+        aux = {name: self._counts(count, batch) for name, count in loss_counts.items()}
+        aux = jax.tree.map(lambda counts: self._share(counts, loss.dtype), aux)
+        factor, head_seed, unscale = 1, share, None
         if loss_scale is not None:
-            seeds = tuple(share * loss_scale.astype(share.dtype) for share in shares)
-            unscale = 1 / loss_scale
+            factor, unscale = loss_scale.astype(share.dtype), 1 / loss_scale
+            head_seed = share * factor
         elif self.execution.divides_at_end:
             # Gradients of the unnormalised loss stay in float16's range; `unscale` divides them
             # by the number of the head's terms at the end of the step.
-            terms = divisor(self._total(counts, loss.dtype))
-            seeds, unscale = (jnp.ones_like(terms), terms * shares[1]), 1 / terms
+            factor = divisor(self._total(counts, loss.dtype))
+            head_seed, unscale = jnp.ones_like(factor), 1 / factor
         return StepData(
             tables=self.tables,
             execution=self.execution,
@@ -156,14 +164,14 @@ class DeviceProgram:
             embed_head_of_layers=own.embed_head_of_layers,
             batch=batch,
             variables=variables,
-            head=Mean(shares[0], seeds[0]),
-            aux=Mean(shares[1], seeds[1]),
+            head=Mean(share, head_seed),
+            aux=jax.tree.map(lambda share: Mean(share, share * factor), aux),
             counts=counts,
             unscale=unscale,
         )
 
-    def _counts(self, count: Callable[[Tree], jax.Array], batch: Tree) -> jax.Array:
-        """Apply a count to every microbatch and sum it over replicas: `[M]`."""
+    def _counts(self, count: Callable[[Tree], Tree], batch: Tree) -> Tree:
+        """Apply a count, or several, to every microbatch and sum it over replicas: `[M]` each."""
         return lax.psum(jax.vmap(count)(batch), REPLICA_AXES)
 
     def _total(self, counts: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -194,7 +202,7 @@ class DeviceProgram:
 def aux_of(carry: Carry) -> Aux:
     """Return the sums and maxima of this device's layers; those of statistics variables over tp."""
     statistics = {name: lax.pmax(value, TP) for name, value in carry.statistics.items()}
-    return Aux(None, carry.aux.sums, {**carry.aux.maxima, **statistics})
+    return Aux({}, carry.aux.sums, {**carry.aux.maxima, **statistics})
 
 
 def reduce_aux(aux: Aux, axes: tuple[str, ...]) -> Aux:
@@ -203,4 +211,4 @@ def reduce_aux(aux: Aux, axes: tuple[str, ...]) -> Aux:
         {name: reduce(value, axes) for name, value in by_name.items()}
         for reduce, by_name in ((lax.psum, aux.sums), (lax.pmax, aux.maxima))
     )
-    return Aux(None, sums, maxima)
+    return Aux({}, sums, maxima)

@@ -24,11 +24,12 @@ class StepOutput(NamedTuple):
       gradients: gradients of the sum of all losses, with those of layers, a tree like the
         parameters; None: forward-only.
       aux: sums and maxima over layers, microbatches and replicas, and per-example values of every
-        microbatch, `[M, B, ...]`; its loss is None (see `aux_losses`).
+        microbatch, `[M, B, ...]`; it has no losses (see `aux_losses`).
       outputs: model outputs of every microbatch, `[M, B, ...]`; None: the model has none.
       counts: number of terms of the head's losses in each microbatch, `[M]`.
-      aux_losses: each microbatch's share of the auxiliary losses of layers, `[M]`; their sum is the
-        mean over the tokens of the batch, summed over layers; None: no layer has one.
+      aux_losses: each microbatch's share of the auxiliary losses of layers, `[M]`; their sum over M
+        is that of all layers' losses, each a mean over its own terms in the batch; None: no layer
+        has one.
       fingerprints: uint32, of every device's own gradient sums before any reduction, in the shape
         of the mesh; None: `Execution.fingerprints` is off.
     """
@@ -68,8 +69,8 @@ def step_ref(
 ) -> StepOutput:
     """Compute a step on one device: losses, gradients of their sum, and auxiliary outputs.
 
-    The head's losses are divided by the number of their terms, auxiliary losses of layers by the
-    number of tokens (`StageFunctions.tokens`); either is 0 where that number is 0.
+    The head's losses and every auxiliary loss of a layer are divided by the number of their own
+    terms in the batch; they are 0 where that number is 0.
 
     Args:
       functions: the model.
@@ -102,17 +103,13 @@ def step_ref(
     ]
     counts = [jnp.asarray(functions.count(rows)) for rows in microbatches]
     terms = sum(counts)
-    tokens = sum(map(functions.tokens, microbatches)) if functions.tokens else terms
     kinds = [functions.kinds_by_name[name] for name in functions.layer_kinds(len(layers))]
 
-    def shares(
-        params: Tree, seen: list[list[Tree]], sequence: list[Tree], of_step: tuple[Any, ...]
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
-        terms, tokens, variables = of_step  # arguments: as constants they would be compiled in
-        losses, aux, sides, outputs, states = [], [], [], [], [None] * len(kinds)
+    def through_layers(params: Tree, seen: list[list[Tree]], sequence: list[Tree], variables: Tree):
+        """Yield the last layer's y of every slice, and the auxiliary outputs of its layers."""
+        states = [None] * len(kinds)
         for rows, of_layers in zip(sequence, seen):
-            layer_aux = []
-            x, more = functions.embed(params["embed_head"], rows), None
+            layer_aux, x = [], functions.embed(params["embed_head"], rows)
             for index, (kind, layer) in enumerate(zip(kinds, params["layers"])):
                 if kind.state is not None and states[index] is None:
                     states[index] = kind.state(x, rows)
@@ -120,16 +117,36 @@ def step_ref(
                 context = Context(rows, jnp.int32(index), states[index], variables, read)
                 context = with_statistics(context, of_layers[index])
                 x, states[index], side = kind.layer(layer, x, context)
-                if side.loss is not None:
-                    more = side.loss if more is None else more + side.loss
                 layer_aux.append(side)
+            yield x, layer_aux
+
+    def numbers(params: Tree, seen: list[list[Tree]], sequence: list[Tree], variables: Tree):
+        """Return the number of terms of every layer's losses in a sequence, by layer and name."""
+        slices = [aux for _, aux in through_layers(params, seen, sequence, variables)]
+        return [
+            {name: sum(of.loss_counts[name] for of in slices) for name in slices[0].losses}
+            for slices in zip(*slices)
+        ]
+
+    def shares(
+        params: Tree, seen: list[list[Tree]], sequence: list[Tree], of_step: tuple[Any, ...]
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        terms, of_layers, variables = of_step  # arguments: as constants they would be compiled in
+        losses, aux, sides, outputs = [], [], [], []
+        through = through_layers(params, seen, sequence, variables)
+        for rows, (x, layer_aux) in zip(sequence, through):
             sides.append(reduce(_joined, layer_aux, Aux()))
             if functions.outputs is not None:
                 outputs.append(functions.outputs(params["embed_head"], x, rows))
             loss = functions.head(params["embed_head"], x, rows)
             losses.append(jnp.where(terms > 0, loss / divisor(terms), 0))
-            if more is not None:
-                aux.append(jnp.where(tokens > 0, more / divisor(tokens), 0))
+            means = [
+                jnp.where(of[name] > 0, total / divisor(of[name]), 0)
+                for of, side in zip(of_layers, layer_aux)
+                for name, total in side.loss_sums.items()
+            ]
+            if means:
+                aux.append(sum(means))
         return sum(losses).sum() + sum(aux), (losses, aux, outputs, sides)
 
     # Every layer and slice gets its own copy of the statistics variables: gradients at one shared
@@ -148,9 +165,14 @@ def step_ref(
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), params)
     total, sides = select(trained, zeros), []
     all_losses, all_aux, all_outputs = [], [], []
-    for first in range(0, len(microbatches), slices):
-        sequence = microbatches[first : first + slices]
-        of_step = terms, tokens, variables
+    sequences = [microbatches[i : i + slices] for i in range(0, len(microbatches), slices)]
+    of_layers = [{} for _ in kinds]
+    if any(jax.eval_shape(numbers, params, [seen] * slices, sequences[0], variables)):
+        count = jax.jit(numbers)
+        counted = [count(params, [seen] * slices, sequence, variables) for sequence in sequences]
+        of_layers = jax.tree.map(lambda *of_sequences: sum(of_sequences), *counted)
+    for sequence in sequences:
+        of_step = terms, of_layers, variables
         made = shares_and_gradients(params, [seen] * len(sequence), sequence, of_step)
         (_, (losses, aux, outputs, more)), (gradients, statistics) = made
         observed = [Aux(maxima=maxima) for of_slice in statistics for maxima in of_slice]
@@ -180,7 +202,7 @@ def _joined(left: Aux, right: Aux) -> Aux:
         return dict(sorted((dict(left) | dict(right) | both).items()))
 
     return Aux(
-        None,
+        {},
         joined(left.sums, right.sums, jnp.add),
         joined(left.maxima, right.maxima, jnp.maximum),
         joined(left.per_example, right.per_example, jnp.add),

@@ -15,8 +15,8 @@ next one in its output. The state is never a residual: B gets it as the last sli
 must give the same gradients as this slice's own state (the layer masks what later slices added).
 Along with `dy`, B gets the gradient at the state that later slices left.
 
-The cotangent of a layer's auxiliary loss is a constant known before F; B and W take it as an
-argument, and nothing is stored for it.
+The cotangents of a layer's auxiliary losses are constants known before F; B and W take them as an
+argument, and nothing is stored for them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -104,11 +104,11 @@ class LayerSplit:
         context: Context,
         for_w: tuple[jax.Array, ...],
         stash: tuple[jax.Array, ...],
-        dloss: Any = None,
+        dlosses: Any = None,
     ) -> Weights:
         """Run W; return the gradients of matrices (else None)."""
         known = dict(zip(self._crossing.residuals.for_w, for_w))
-        known |= dict(zip(self._crossing.stash, stash)) | self._seed(dloss)
+        known |= dict(zip(self._crossing.stash, stash)) | self._seed(dlosses)
         return self._run_w(params, context, known)
 
     def backward(
@@ -142,10 +142,10 @@ class LayerSplit:
         known = dict(zip(jax.tree.leaves(ports.output.state), jax.tree.leaves(context.state)))
         known |= dict(zip((*stored.for_b, *stored.for_w), (*residuals.for_b, *residuals.for_w)))
         known |= {ports.dy.value: dy.value} | dict(zip(ports.dy.state, dy.state))
-        return known | self._seed(dy.loss)
+        return known | self._seed(dy.losses)
 
-    def _seed(self, dloss: Any) -> dict[Var, Any]:
-        return {var: dloss for var in jax.tree.leaves(self._ports.dy.loss)}
+    def _seed(self, dlosses: Any) -> dict[Var, Any]:
+        return dict(zip(jax.tree.leaves(self._ports.dy.losses), jax.tree.leaves(dlosses)))
 
     def _run(
         self,
@@ -193,7 +193,8 @@ def split_layer(
       trained: a flag for every parameter, of the layer and in `context.embed_head`, whether it has
         a gradient; None: all have.
 
-    Raises `ValueError` where B or W would need the state from before this slice.
+    Raises `ValueError` where y is not one array, or B or W would need the state from before this
+    slice.
 
     For `x + tanh(x @ up)`, F stores the tanh for B and x for W; B stashes the gradient at the
     matmul's output for W:
@@ -211,6 +212,7 @@ def split_layer(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, x, context)
     )
     output = jax.eval_shape(layer, params, x, context)
+    check_array("y of a layer", output.y)
     if trained is None:
         trained = jax.tree.map(lambda _: True, Weights(params, context.embed_head))
 
@@ -229,16 +231,16 @@ def split_layer(
             state = jax.tree.unflatten(form, mixed)
             context = data._replace(state=state, embed_head=embed_head)
             output = layer(params, x, with_statistics(context, seen))
-            return (output.y, inexact(output.state), output.aux.loss), output
+            return (output.y, inexact(output.state), output.aux.loss_sums), output
 
         seen = {name: data.variables[name] for name in statistics}
         own = select(trained, weights)
         _, pull, output = jax.vjp(differentiated, own, x, inexact(state), seen, has_aux=True)
-        gradients, dx, dstate, observed = pull((dy.value, dy.state, dy.loss))
+        gradients, dx, dstate, observed = pull((dy.value, dy.state, dy.losses))
         return output, Cotangent(dx, dstate, statistics=observed), gradients
 
     data, state = context._replace(state=None), context.state
-    dy = Cotangent(output.y, inexact(output.state), output.aux.loss)
+    dy = Cotangent(output.y, inexact(output.state), output.aux.loss_sums)
     closed, inputs, outputs = trace_labelled(both, params, data, x, state, dy)
     ports = Ports(*inputs, *outputs)  # in the order of the arguments and results of `both`
     read = set(reads(closed.jaxpr.eqns, ()))
@@ -257,6 +259,16 @@ def split_layer(
         _ports=ports,
         _crossing=crossing,
     )
+
+
+def check_array(what: str, value: Tree) -> None:
+    """Raise `ValueError` where a value that stages hand on is a tree, not one array."""
+    if jax.tree.structure(value) != jax.tree.structure(0):
+        count = len(jax.tree.leaves(value))
+        raise ValueError(
+            f"{what} is a {type(value).__name__} of {count} arrays, but stages hand on one: stack "
+            f"or concatenate them, in the embedding and in every layer."
+        )
 
 
 def with_statistics(context: Context, values: Mapping[str, Any]) -> Context:

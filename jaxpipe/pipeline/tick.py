@@ -219,7 +219,7 @@ class DeviceWork:
 
     @property
     def _layers_make_losses(self) -> bool:
-        return any(kind.output.aux.loss is not None for kind in self.kinds)
+        return any(kind.output.aux.losses for kind in self.kinds)
 
     def _before_forward(self, carry: Carry) -> tuple[ForwardOutputs, jax.Array | None]:
         """Return the state that F updates; the second value is `carry.aux_losses`."""
@@ -237,12 +237,12 @@ class DeviceWork:
     ) -> tuple[ForwardOutputs, jax.Array | None]:
         losses = carry.aux_losses
         if losses is not None:
-            losses = self.step.aux.recorded(losses, outputs.loss, row.forward_mb)
+            losses = losses.at[row.forward_mb].add(outputs.loss)
         return outputs._replace(loss=None), losses
 
     def _given(self, row: TableRow, rows: Tree) -> ActionInputs:
         step = self.step
-        return ActionInputs(row, rows, step.variables, step.aux.seed, step.embed_head_of_layers)
+        return ActionInputs(row, rows, step.variables, step.aux, step.embed_head_of_layers)
 
     def _given_gradient(
         self, carry: Carry, row: TableRow, op: Op, chunk: int

@@ -1,6 +1,6 @@
 """A layer kind traced at a device's shapes, and split into F, B and W if the step trains."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.contract import Aux, Context, LayerKind, LayerOutput
+from jaxpipe.jax_internals import keep_outputs
 from jaxpipe.parallel.flags import is_trained
 from jaxpipe.parallel.sharding import param_specs_of
 from jaxpipe.pipeline.crossing import Policy, Residuals
+from jaxpipe.pipeline.jaxpr import evaluate
 from jaxpipe.pipeline.ports import Weights
 from jaxpipe.pipeline.ring_buffers import NOTHING, RingBufferPlan
-from jaxpipe.pipeline.split import LayerSplit, split_layer
+from jaxpipe.pipeline.split import LayerSplit, check_array, split_layer
 from jaxpipe.schedule import Tables
 
 Tree = Any
@@ -24,6 +26,7 @@ class TracedKind:
     """A layer kind at the shapes of one step.
 
     Attributes:
+      name: of the layer kind.
       kind: the layer kind.
       output: shapes and dtypes of what the layer returns.
       state: shapes and dtypes of the state between sequence slices; None: no slices.
@@ -31,6 +34,7 @@ class TracedKind:
       rings: the plan of its ring buffers.
     """
 
+    name: str
     kind: LayerKind
     output: LayerOutput
     state: Tree
@@ -46,9 +50,10 @@ class TracedKind:
 
         `trained` has a flag for every parameter in `context.embed_head`.
 
-        Raises `ValueError` where y differs from x, or the returned state from the one it takes, in
-        shape or dtype.
+        Raises `ValueError` where x or y is not one array, or y differs from x, or the returned
+        state from the one it takes, in shape or dtype.
         """
+        check_array(f"x of the layers of kind {name!r}", x)
         state = None
         if kind.state is not None:
             state = jax.eval_shape(kind.state, x, context.rows)
@@ -63,9 +68,39 @@ class TracedKind:
                 kind.layer, params, x, context, policy, kind.keep, kind.statistics, flags
             )
             output = split.output
+        check_array(f"y of the layers of kind {name!r}", output.y)
         _check_alike(name, "y", output.y, "x", x)
         _check_alike(name, "the state that it returns", output.state, "the one it is given", state)
-        return cls(kind, output, state, split)
+        return cls(name, kind, output, state, split)
+
+    def loss_counts(self, params: Tree, x: Any, context: Context) -> Callable[[Tree], Tree]:
+        """Return `rows -> {name: number of terms}` of a layer's auxiliary losses in a microbatch.
+
+        Args are arrays or `jax.ShapeDtypeStruct`. Raises `ValueError` where a number depends on
+        more than the rows.
+        """
+        embed_head = embed_head_of(self.kind, context.embed_head)
+        others = params, x, context._replace(rows=None, state=self.state, embed_head=embed_head)
+
+        def counts(rows: Tree, params: Tree, x: Any, context: Context) -> dict[str, jax.Array]:
+            aux = self.kind.layer(params, x, context._replace(rows=rows)).aux
+            return {name: jnp.asarray(count) for name, count in aux.loss_counts.items()}
+
+        made, outputs = jax.make_jaxpr(counts, return_shape=True)(context.rows, *others)
+        closed, used = keep_outputs(made)
+        if any(used[len(jax.tree.leaves(context.rows)) :]):
+            raise ValueError(
+                f"the layers of kind {self.name!r} count the terms of an auxiliary loss "
+                f"({', '.join(outputs)}) by more than the rows of the microbatch: a step needs the "
+                f"number before it runs a layer; compute it from `context.rows` alone."
+            )
+
+        def of_rows(rows: Tree) -> Tree:
+            leaves = [leaf for leaf, is_used in zip(jax.tree.leaves(rows), used) if is_used]
+            values = evaluate(closed, leaves)
+            return jax.tree.unflatten(jax.tree.structure(outputs), values)
+
+        return of_rows
 
     def with_rings(self, tables: Tables, layers: int = 1, *, on_host: bool = False) -> "TracedKind":
         """Return the kind with a plan of the ring buffers of `layers` layers for these tables."""
@@ -98,7 +133,7 @@ def empty_aux(kinds: Iterable[TracedKind], microbatches: int) -> Aux:
         rows |= kind.output.aux.per_example
     sums = {name: jnp.zeros(like.shape, like.dtype) for name, like in sums.items()}
     rows = {name: jnp.zeros((microbatches, *like.shape), like.dtype) for name, like in rows.items()}
-    return Aux(None, sums, {name: _least(like) for name, like in maxima.items()}, rows)
+    return Aux({}, sums, {name: _least(like) for name, like in maxima.items()}, rows)
 
 
 def empty_statistics(kinds: Iterable[TracedKind], variables: Tree) -> dict[str, jax.Array]:
@@ -121,7 +156,7 @@ def add_aux(total: Aux, more: Aux, m: jax.Array) -> Aux:
         name: total.per_example[name].at[m].add(value) for name, value in more.per_example.items()
     }
     maxima = elementwise_max(total.maxima, more.maxima)
-    return Aux(total.loss, {**total.sums, **sums}, maxima, {**total.per_example, **rows})
+    return Aux(total.losses, {**total.sums, **sums}, maxima, {**total.per_example, **rows})
 
 
 def _least(like: Any) -> jax.Array:

@@ -211,8 +211,8 @@ def _layer_costs(
 ) -> LayerCosts:  # fmt: skip
     """Costs of a layer for an average sequence slice, which half of the other slices precede."""
     split: LayerSplit = run.split
-    residuals, dloss = split.residuals, run.output.aux.loss
-    dy = Cotangent(x, inexact(run.state), dloss)
+    residuals, dlosses = split.residuals, run.output.aux.loss_sums
+    dy = Cotangent(x, inexact(run.state), dlosses)
     before = (parallel.slices - 1) / 2
     # Of every op: its arguments; the places of those that are live, and of those in ring buffers.
     calls = {
@@ -220,7 +220,7 @@ def _layer_costs(
         "B": (split.backward_input, (params, context, residuals, dy), {3}, {2}),
         "W": (
             split.backward_weight,
-            (params, context, residuals.for_w, split.stash, dloss), set(), {2, 3},
+            (params, context, residuals.for_w, split.stash, dlosses), set(), {2, 3},
         ),
         "BW": (split.backward, (params, context, residuals, dy), {3}, {2}),
     }  # fmt: skip

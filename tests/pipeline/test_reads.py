@@ -53,7 +53,8 @@ def scores(params, x, context):
     shared = context.embed_head
     head = shared["embed"].T if "head" not in shared else shared["head"]
     logits = (y * shared["norm"][None, None]) @ head
-    return LayerOutput(y, aux=Aux(loss=0.1 * jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)))
+    loss = 0.1 * jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
+    return LayerOutput(y, aux=Aux({"z": (loss, logits[..., 0].size)}))
 
 
 def toy(**specs):
@@ -127,7 +128,7 @@ def reading(kind, ends):
         made = kind.layer(params, x, context)
         y = made.y + 0.3 * ends.embed(context.embed_head, context.rows)
         loss = ends.head(context.embed_head, y, context.rows).sum()
-        return LayerOutput(y, made.state, Aux(loss=0.1 * loss))
+        return LayerOutput(y, made.state, Aux({"early": (0.1 * loss, context.rows["inputs"].size)}))
 
     return replace(kind, layer=layer, reads=READS)
 

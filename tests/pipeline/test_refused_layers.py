@@ -53,6 +53,24 @@ def test_a_layer_whose_output_is_unlike_its_input(change, got):
         step(toy_layer(change))
 
 
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize("tree", [lambda x: {"a": x}, lambda x: (x, x)], ids=["dict", "tuple"])
+def test_trees_between_layers(tree, forward):
+    """Where the embedding makes one, and where a layer does."""
+    shared, layers = toy_params(0, 2)
+    params = {"embed_head": shared, "layers": StageLayout((1, 1)).stack(layers)}
+    mesh, schedule = make_mesh(2, devices=jax.devices()[:2]), build("1f1b", pp=2, microbatches=2)
+    for embed, layer, name in (
+        (lambda *given: tree(TOY.embed(*given)), TOY.kinds.layer, "x"),
+        (TOY.embed, toy_layer(tree), "y"),
+    ):
+        functions = StageFunctions(embed, LayerKind(layer), TOY.head, TOY.count)
+        pipeline = Pipeline(functions, schedule, mesh)
+        run = pipeline.forward if forward else pipeline.step
+        with pytest.raises(ValueError, match=f"^{name} of .* is a (dict|tuple) of . arrays"):
+            jax.eval_shape(run, params, toy_batch(1, 2, 2))
+
+
 def test_a_leaf_of_the_batch_that_no_function_reads():
     message = "the batch has a leaf 'segments' that the model does not read: leave it out"
     with pytest.raises(ValueError, match=message):

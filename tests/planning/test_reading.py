@@ -29,7 +29,7 @@ class Reading(LlamaDecoder):
         def layer(params, x, context):
             made = kind.layer(params, x, context)
             loss = ends.head(context.embed_head, made.y, context.rows).sum()
-            return LayerOutput(made.y, made.state, Aux(loss=loss))
+            return LayerOutput(made.y, made.state, Aux({"early": (loss, 1)}))
 
         kinds = {"layer": replace(kind, layer=layer, reads=("embed_head",))}
         return replace(functions, kinds=kinds)

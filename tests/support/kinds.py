@@ -29,8 +29,12 @@ def routed(layers):
         y = x + weight * jnp.tanh(x @ params["up"]) * params["gain"][None, None]
         taken = jax.nn.one_hot(choice, CHOICES, dtype=jnp.int32).sum((0, 1), dtype=jnp.int32)
         counts = jnp.zeros((layers, CHOICES), jnp.int32).at[context.index].set(taken)
+        even = (context.rows["inputs"] % 2 == 0).astype(jnp.int32)
         side = Aux(
-            loss=0.1 * jnp.sum(share * share) * (1 + context.index),
+            losses={
+                "share": (0.1 * jnp.sum(share * share) * (1 + context.index), choice.size),
+                "even": (jnp.sum(share[..., 0] * even), even.sum()),
+            },
             sums={"counts": counts, "share": share.sum((0, 1))},
             maxima={"score": jnp.abs(score).max() * (1 + context.index)},
         )

@@ -175,7 +175,7 @@ def unpadded(model):
     gradients, aux_losses = jax.tree.map(lambda leaf: leaf / add(*tokens), router)
     gradients = jax.tree.map(jnp.add, head[1], gradients)
     counts = jnp.stack(terms).sum(keepdims=True)
-    return StepOutput(head[0], gradients, Aux(None, sums), None, counts, aux_losses)
+    return StepOutput(head[0], gradients, Aux({}, sums), None, counts, aux_losses)
 
 
 def pipeline_of(

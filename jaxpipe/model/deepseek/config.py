@@ -32,8 +32,8 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
     # number of further tokens that each position predicts in training (multi-token prediction),
     # each by a block of its own; 0: none
     mtp_depth: Annotated[int, Meta(ge=0, le=16)] = 0
-    # weight of the loss of the further tokens: their summed loss over the number of the batch's
-    # targets or, in a model with experts, over the number of its tokens (as in router_aux_loss)
+    # weight of the loss of the further tokens: the mean over depths of the mean over the targets
+    # at each depth (DeepSeek-V3 report, equations 24 and 25)
     mtp_weight: NotNegative = 0.1
 
     @property

@@ -77,8 +77,7 @@ class DeepseekDecoder(LlamaDecoder):
         embed_head = nnx.merge(decoder._embed_head_graph, context.embed_head)
         operands = embed_head.operands(depth.norm(output.y))
         loss = decoder.cross_entropy(*operands, targets, z_loss=0.0)
-        weight = config.mtp_weight / config.mtp_depth
-        return predicted.with_depth(output, loss, count_valid(targets), weight)
+        return predicted.with_depth(output, loss, count_valid(targets), config)
 
     @cached_property
     def _sharded_over_tp(self) -> "DeepseekDecoder":
@@ -108,14 +107,15 @@ class DeepseekDecoder(LlamaDecoder):
 
     @cached_property
     def functions(self) -> StageFunctions:
-        """The model as pipeline stages see it; it logs the mean loss of further tokens."""
+        """The model as pipeline stages see it; it logs the mean loss of all depths."""
         functions = super().functions
         if not self.config.mtp_depth:
             return functions
 
         def report(aux: Aux) -> dict[str, jax.Array]:
             loss, targets = aux.sums["mtp_loss"], aux.sums["mtp_targets"]
-            return {**functions.report(aux), "mtp_loss": loss / jnp.maximum(targets, 1)}
+            mean = (loss / jnp.maximum(targets, 1)).mean()
+            return {**functions.report(aux), "mtp_loss": mean}
 
         keys = (*functions.batch_keys, *ahead_keys(self.config.mtp_depth))
         return replace(functions, report=report, batch_keys=keys)

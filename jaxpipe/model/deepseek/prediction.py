@@ -61,24 +61,31 @@ def _within(init: Init, prefix: str) -> Init:
 
 
 class Predicted(NamedTuple):
-    """Results of the depths so far: h_k, states of slices, the weighted loss, and sums by name."""
+    """Results of the depths so far: h_k, states of slices, and auxiliary outputs by name."""
 
     x_BLD: jax.Array
     states: tuple = ()
-    loss: jax.Array | float = 0.0
-    sums: dict[str, jax.Array] = {}  # noqa: RUF012 - never changed
+    losses: dict[str, tuple[jax.Array, jax.Array]] = {}  # noqa: RUF012 - never changed
+    sums: dict[str, jax.Array] = {}  # noqa: RUF012
     per_example: dict[str, jax.Array] = {}  # noqa: RUF012
 
     def with_depth(
-        self, output: LayerOutput, loss: jax.Array, targets: jax.Array, weight: float
+        self, output: LayerOutput, loss: jax.Array, targets: jax.Array, config: DeepseekConfig
     ) -> "Predicted":
-        """Add a depth's output, and its summed loss over that many targets."""
+        """Add a depth's output, and its summed loss over that many targets.
+
+        Its weight is `mtp_weight` over the number of depths (DeepSeek-V3 report, equation 25).
+        """
+        k = len(self.states)
+        here = jnp.arange(config.mtp_depth) == k
         own = {"mtp_loss": jax.lax.stop_gradient(loss), "mtp_targets": targets}
-        of_router = 0.0 if output.aux.loss is None else output.aux.loss
+        own = {name: here.astype(value.dtype) * value for name, value in own.items()}
+        of_block = {f"{name}_{k}": pair for name, pair in output.aux.losses.items()}
+        weighted = config.mtp_weight / config.mtp_depth * loss, targets
         return Predicted(
             output.y,
             (*self.states, output.state),
-            self.loss + weight * loss + of_router,
+            {**self.losses, **of_block, f"mtp_{k}": weighted},
             _added(self.sums, {**output.aux.sums, **own}),
             _added(self.per_example, output.aux.per_example),
         )
@@ -86,7 +93,7 @@ class Predicted(NamedTuple):
     @property
     def aux(self) -> Aux:
         """The auxiliary output of the layer."""
-        return Aux(self.loss, self.sums, per_example=self.per_example)
+        return Aux(self.losses, self.sums, per_example=self.per_example)
 
 
 def _added(before: dict[str, jax.Array], more: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -12,7 +12,7 @@ from jaxpipe.contract import Context, LayerOutput, Names, Rounds, StageFunctions
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.layers import LlamaEmbedHead, LlamaLayer
-from jaxpipe.model.moe.balance import REAL, ROUTES, Balance, count_tokens
+from jaxpipe.model.moe.balance import REAL, ROUTES, Balance
 from jaxpipe.model.moe.config import is_sparse
 from jaxpipe.model.moe.experts import PRODUCTS, run_in_rounds
 from jaxpipe.model.moe.layer import KEEP
@@ -71,7 +71,7 @@ class LlamaDecoder(CausalDecoder):
             return functions
         balance = Balance(self.config, self.devices, self.sequence)
         reads = (*functions.batch_keys, ROUTES, *(() if self.documents else (REAL,)))
-        functions = replace(functions, report=balance.report, batch_keys=reads, tokens=count_tokens)
+        functions = replace(functions, report=balance.report, batch_keys=reads)
         if balance.variables is None:
             return functions
         return functions.with_variables(balance.variables, balance.next_variables)

@@ -97,7 +97,9 @@ class Balance:
         if self.recorded:
             own_BLSK = routes.choice_BLK[:, :, None] * here_S[None, None, :, None]
             rows[ROUTES] = own_BLSK.astype(jnp.int32)
-        return Aux(loss, {name: of_layer(value) for name, value in sums.items()}, per_example=rows)
+        sums = {name: of_layer(value) for name, value in sums.items()}
+        losses = {} if loss is None else {"router": (loss, routes.count_tokens())}
+        return Aux(losses, sums, per_example=rows)
 
     def report(self, aux: Aux) -> Mapping[str, jax.Array]:
         """Logged values of a step: loads by layer, dropped share, entropy and loss per token."""
@@ -157,12 +159,6 @@ class Balance:
         f_BE, tokens_B1 = count_BE / choices_B1, choices_B1 / copies
         even_B = self.config.n_experts * jnp.sum(f_BE * share_BE / tokens_B1, -1)
         return jnp.sum(counts_BE.sum(-1) / copies * even_B)
-
-
-def count_tokens(rows: Mapping[str, jax.Array]) -> jax.Array:
-    """Count the tokens of a microbatch that routers send to experts, which excludes padding."""
-    real_BL = real_tokens(rows)
-    return jnp.asarray(rows["inputs"].size if real_BL is None else real_BL.sum(), jnp.int32)
 
 
 def real_tokens(rows: Mapping[str, jax.Array]) -> jax.Array | None:
