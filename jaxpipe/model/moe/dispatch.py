@@ -3,8 +3,8 @@
 Each of N tokens has K rows, one per chosen expert: R = N K rows, and row K n + j is the j-th of
 token n. Rows are moved into S slots, some of which may stay empty; a row without a slot is dropped.
 `gather_into_slots` and `sum_from_slots` are each other's transpose, and both are written as
-gathers, because XLA executes a scatter one row at a time. The indices depend on the choice alone,
-so W recomputes them and the gather, and moved rows are not stored (`jaxpipe.pipeline.crossing`).
+gathers, because XLA executes a scatter one row at a time. F stores the indices, so that no
+sort is repeated; W recomputes the gather, and moved rows are not stored (`pipeline.crossing`).
 The indices are barriers of fusion: without one XLA computes an index again for every element of the
 row that it selects.
 """
@@ -15,6 +15,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+SLOTS = "slots"  # checkpoint name of the indices, which F always stores
 
 
 class SlotAssignment(NamedTuple):
@@ -64,7 +67,7 @@ def assign_sorted(group_R: jax.Array) -> SlotAssignment:
     [[1, 3, 0, 2], [2, 0, 3, 1]]
     """
     order_R = jnp.argsort(group_R)
-    return lax.optimization_barrier(SlotAssignment(order_R, jnp.argsort(order_R)))
+    return _stored(SlotAssignment(order_R, jnp.argsort(order_R)))
 
 
 def assign_groups(
@@ -122,7 +125,8 @@ def _fill_slots(
 
     `group_S` is the group of each slot; a number that is no group's marks an empty slot.
     """
-    rows, (order_R, rank_R) = group_R.size, assign_sorted(group_R)
+    rows, order_R = group_R.size, jnp.argsort(group_R)
+    order_R, rank_R = lax.optimization_barrier((order_R, jnp.argsort(order_R)))
     begin_G = jnp.cumsum(count_G) - count_G
     place_R = rank_R - begin_G[group_R]
     fits_R = place_R < filled_G.at[group_R].get(mode="fill", fill_value=0)
@@ -132,7 +136,14 @@ def _fill_slots(
     source_S = jnp.where(
         place_S < filled_G.at[group_S].get(mode="fill", fill_value=0), order_R[sorted_S], rows
     )
-    return lax.optimization_barrier(SlotAssignment(source_S, target_R))
+    return _stored(SlotAssignment(source_S, target_R))
+
+
+def _stored(places: SlotAssignment) -> SlotAssignment:
+    """The indices behind a barrier, under a name by which F stores them."""
+    return jax.tree.map(
+        lambda index: checkpoint_name(index, SLOTS), lax.optimization_barrier(places)
+    )
 
 
 def count_dropped(places: SlotAssignment, group_R: jax.Array, groups: int) -> jax.Array:

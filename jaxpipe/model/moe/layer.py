@@ -7,11 +7,12 @@ from flax import nnx
 from jaxpipe.contract import Aux, Context
 from jaxpipe.model.moe.balance import LOADS, ROUTES, Balance, real_tokens
 from jaxpipe.model.moe.config import MixtureConfig
+from jaxpipe.model.moe.dispatch import SLOTS
 from jaxpipe.model.moe.experts import Experts, choose_dispatch
 from jaxpipe.model.moe.router import CHOICE, Router
 from jaxpipe.model.parts import Dot, Init, LayerParts
 
-KEEP = (CHOICE, LOADS)  # checkpoint names that F stores under every `train.remat`
+KEEP = (CHOICE, LOADS, SLOTS)  # checkpoint names that F stores under every `train.remat`
 
 
 class MixtureOfExperts(nnx.Module):
