@@ -14,6 +14,7 @@ from jaxpipe.jax_internals import (
     define_primitive,
     distributed_state,
     give_collectives_channels,
+    keep_outputs,
     set_memory_kinds,
     used_inputs,
 )
@@ -61,6 +62,15 @@ def test_an_output_needs_the_inputs_that_it_is_computed_from():
     closed = jax.make_jaxpr(lambda x, y: (x + 1, x * y))(1.0, 2.0)
     assert used_inputs(closed, [True, False]) == [True, False]
     assert used_inputs(closed, [False, True]) == [True, True]
+
+
+def test_a_jaxpr_keeps_what_its_outputs_need():
+    """Also within a rematerialised function, whose other outputs nobody reads."""
+    both = jax.checkpoint(lambda x, y: (jnp.sin(x), y + 1))
+    closed = jax.make_jaxpr(lambda x, y: both(x, y)[1])(1.0, 2.0)
+    kept, used = keep_outputs(closed)
+    assert used == [False, True]
+    assert (len(kept.jaxpr.invars), "sin" in str(kept.jaxpr)) == (1, False)
 
 
 def test_collectives_of_a_program_for_cpus_have_different_channels():

@@ -12,6 +12,7 @@ import enum
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import NamedTuple
 
 
@@ -28,7 +29,12 @@ class Op(enum.Enum):
     BW = "B"
     U = "U"
 
-    __hash__ = object.__hash__  # members are singletons; enum's hash is slow, and actions are keys
+    def __init__(self, letter: str):
+        self._number = ord(letter)
+
+    def __hash__(self) -> int:
+        """The same in every process, unlike that of names: so sets have one order everywhere."""
+        return self._number
 
     @property
     def computes_dx(self) -> bool:
@@ -83,6 +89,10 @@ class Cell(NamedTuple):
     forward: Action | None = None
     gradient: Action | None = None
     update: Action | None = None
+
+    def __hash__(self) -> int:
+        """The same in every process: before Python 3.12 the hash of None is an address."""
+        return hash(self.actions)
 
     @classmethod
     def from_action(cls, action: Action) -> "Cell":
@@ -208,6 +218,14 @@ class Schedule:
     slices: int = 1
     updates: int = 0
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: caches of functions of a schedule ask for it at every call."""
+        return hash((self.ranks, self.microbatches))
+
     @classmethod
     def from_orders(
         cls,
@@ -262,6 +280,7 @@ def produced_value(action: Action) -> Value | None:
             return None
 
 
+@cache  # of few kinds and ranks, but asked for every message
 def permute_direction(kind: str, sender: int, receiver: int, pp: int) -> int | None:
     """Return +1 or -1, the permute direction of a y or dx; None where the ranks are not neighbours.
 

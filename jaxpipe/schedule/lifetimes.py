@@ -84,7 +84,7 @@ def live_intervals(
         if lockstep.vocab_parallel and forward.stage == 0:
             rank_intervals.inbox[forward] = (start, start)
         key = action_key(forward)
-        both, b, w = (when.get(forward._replace(op=op)) for op in (Op.BW, Op.B, Op.W))
+        both, b, w = (when.get(Action(op, *key)) for op in (Op.BW, Op.B, Op.W))
         if both is not None:
             b = w = both
         elif b is None:

@@ -245,7 +245,8 @@ def _fill_forward(
     _write_slot(columns.for_b_write, at, slot_of.for_b, key)
     _write_slot(columns.for_w_write, at, slot_of.for_w, key)
     _write_slot(columns.head_write, at, slot_of.head, key)
-    _write_slot(columns.state, at, slot_of.state, sequence_key(action, schedule))
+    if schedule.slices > 1:
+        _write_slot(columns.state, at, slot_of.state, sequence_key(action, schedule))
 
 
 def _fill_gradient(
@@ -253,7 +254,7 @@ def _fill_gradient(
 ) -> None:
     """Fill the slots that a B, W or BW reads and writes."""
     op, stage, m = action
-    key, sequence = action_key(action), sequence_key(action, schedule)
+    key = action_key(action)
     columns.gradient_mb[at] = m
     columns.last_slice[at] = (m + 1) % schedule.slices == 0
     _write_slot(columns.for_w_read, at, slot_of.for_w, key)
@@ -261,8 +262,10 @@ def _fill_gradient(
         _write_slot(columns.dy_read, at, slot_of.inbox, action)
         _write_slot(columns.for_b_read, at, slot_of.for_b, key)
         _write_slot(columns.dx_write, at, slot_of.embed, key)
-        _write_slot(columns.state_read, at, slot_of.state, sequence)
-        _write_slot(columns.dstate, at, slot_of.dstate, sequence)
+        if schedule.slices > 1:
+            sequence = sequence_key(action, schedule)
+            _write_slot(columns.state_read, at, slot_of.state, sequence)
+            _write_slot(columns.dstate, at, slot_of.dstate, sequence)
     if op.computes_dw:
         columns.head_weight[at] = key in slot_of.head
         _write_slot(columns.head_read, at, slot_of.head, key)

@@ -6,7 +6,6 @@ previous cell of its rank has ended and its inputs from other ranks have arrived
 
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from itertools import islice
 from typing import NamedTuple
 
 from jaxpipe.schedule.action import (
@@ -45,7 +44,9 @@ def sort_topologically(schedule: Schedule) -> tuple[OrderedCell, ...]:
     runnable = list(reversed(range(schedule.pp)))
     while runnable:
         rank = runnable.pop()
-        for cell in islice(schedule.ranks[rank], positions[rank], None):
+        order = schedule.ranks[rank]
+        for position in range(positions[rank], len(order)):
+            cell = order[position]
             needed = external_values(cell, schedule.stages)
             missing = next((value for value in needed if value not in computed), None)
             if missing is not None:

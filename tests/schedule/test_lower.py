@@ -1,5 +1,8 @@
 """The tables, executed by a plain interpreter that checks every slot it reads."""
 
+import os
+import subprocess
+import sys
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -318,3 +321,21 @@ def test_rejects_a_message_across_the_ring():
 def test_a_cap_that_is_too_small_says_so():
     with pytest.raises(ScheduleError, match="no rank of bfs can go on with in_flight=1: raise it"):
         lower(build("bfs", pp=2, microbatches=4, virtual_stages=1), Lockstep(in_flight=1))
+
+
+def test_sets_of_cells_have_one_order_in_every_process():
+    """Whatever the seed of the hashes of names, and the addresses of objects."""
+    program = (
+        "from jaxpipe.schedule import build; orders = build('zb_h1', pp=3, microbatches=5).ranks; "
+        "print(*{cell for order in orders for cell in order})"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2", "3")
+    }  # fmt: skip
+    assert len(found) == 1
+    assert "BW" not in min(found)
+    assert len(min(found).split()) == 3 * 5 * 3
