@@ -7,6 +7,7 @@ rows of its own devices. Dims: M microbatches, B examples of one microbatch over
 replicas, L tokens.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -24,6 +25,8 @@ from jaxpipe.model.loss import IGNORE
 Batch = dict[str, np.ndarray]
 LengthOf = Callable[[int], int]  # L of a step, given the number of tokens of its longest row
 
+_ORDER = " order="
+_DIGESTED, _DIGESTED_ROWS = 1000, 16  # numbers and samples in the digest of an order
 _PREFETCH = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)  # [batches]
 
 
@@ -98,12 +101,12 @@ class DataSplit:
     """
 
     name: str  # "training" or "held-out"
-    fingerprint: str
+    content: str  # identifies the samples and, with the same numpy and grain, their order
     samples: TokenSamples
     order: grain.MapDataset[int]  # indices into samples; longer than `samples` if endless
-    # Computes the fingerprint from a digest of the full files, which reads all of them; older
+    # Computes the content from a digest of the full files, which reads all of them; older
     # checkpoints store this form.
-    whole_fingerprint: Callable[[], str] | None = None
+    whole_content: Callable[[], str] | None = None
     sources: tuple[SourceSamples, ...] = ()  # the sources that are mixed
     masked: bool = False  # whether some targets may be excluded from the loss
     warnings: tuple[str, ...] = ()  # for the log
@@ -114,9 +117,28 @@ class DataSplit:
 
     def has(self, fingerprint: str) -> bool:
         """Whether a fingerprint, perhaps from an older checkpoint, belongs to these samples."""
-        if fingerprint == self.fingerprint or self.whole_fingerprint is None:
-            return fingerprint == self.fingerprint
-        return fingerprint == self.whole_fingerprint()
+        content, _, order = fingerprint.partition(_ORDER)
+        if order not in ("", self._order_digest):  # older checkpoints have none
+            return False
+        if content == self.content or self.whole_content is None:
+            return content == self.content
+        return content == self.whole_content()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """String that identifies the samples and their order."""
+        return f"{self.content}{_ORDER}{self._order_digest}"
+
+    @cached_property
+    def _order_digest(self) -> str:
+        """Digest of the order's beginning, which is drawn by numpy and grain.
+
+        Neither promises the same numbers in all versions.
+        """
+        order = [int(self.order[at]) for at in range(min(_DIGESTED, len(self.order)))]
+        rows = [self.samples[number]["inputs"].tobytes() for number in order[:_DIGESTED_ROWS]]
+        drawn = np.array(order, "<i8").tobytes() + b"".join(rows)
+        return hashlib.blake2b(drawn, digest_size=4).hexdigest()
 
     def count_without_target(self) -> tuple[int, int]:
         """Count the samples without any target in the loss among the first 64 of the order.

@@ -17,6 +17,7 @@ from jaxpipe.tokenizer.files import BYTES
 
 _BAR = 40  # characters of the longest bar
 _SHOWN = 400  # characters shown of a document
+_MARKS = "⟦⟧"  # around text that counts in the loss, where some does not
 
 
 def describe_folder(folder: Path, documents: int) -> Iterator[RenderableType]:
@@ -34,13 +35,18 @@ def describe_folder(folder: Path, documents: int) -> Iterator[RenderableType]:
     tokenizer = load_tokenizer(BYTES if manifest.tokenizer.digest == BYTES else str(folder))
     for number in range(min(documents, first.documents)):
         ids, counted = opened.tokens(number), opened.counted(number)
-        yield Text(f"\ndocument {number}, {len(ids):,} tokens", style="bold")
+        counts = np.ones(len(ids), bool) if counted is None else counted
+        marked = counts.any() and not counts.all()
+        share = "all" if counts.all() else f"{counts.sum():,}"
+        where = f", those between {_MARKS[0]} and {_MARKS[1]}" * marked
+        title = f"\ndocument {number}, {len(ids):,} tokens, {share} count in the loss{where}"
+        yield Text(title, style="bold")
         text, characters = Text(), _SHOWN
-        for begin, end, counts in _split_runs(
-            np.ones(len(ids), bool) if counted is None else counted
-        ):
-            passage = tokenizer.decode(ids[begin:end][:characters])
-            text.append(passage[:characters], style="" if counts else "dim")
+        for begin, end, learned in _split_runs(counts):
+            passage = tokenizer.decode(ids[begin:end][:characters])[:characters]
+            if learned and marked and passage:
+                passage = passage.join(_MARKS)
+            text.append(passage, style="" if learned else "dim")
             characters = max(characters - len(passage), 0)
         yield text
 

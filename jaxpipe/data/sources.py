@@ -151,9 +151,9 @@ def _build_split(
     }
     if len(parts) == 1:
         part, whole = parts[0], parts[0].whole_fingerprint
-        whole_fingerprint = whole and (lambda: f"{whole()} {sizes}")
+        whole_content = whole and (lambda: f"{whole()} {sizes}")
         return DataSplit(
-            name, f"{part.fingerprint} {sizes}", part.samples, order, whole_fingerprint, **known
+            name, f"{part.fingerprint} {sizes}", part.samples, order, whole_content, **known
         )
     shares = [f"{part.weight / sum(weights):.6g} of {part.fingerprint}" for part in parts]
     samples = JoinedSamples([part.samples for part in parts])

@@ -213,6 +213,21 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.usefixtures("in_process")
+@pytest.mark.usefixtures("in_process")
+def test_inspect_marks_what_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In text, for a log or a pipe has no colours."""
+    records = [{"text": "one"}, {"prompt": "1 + 1 = ", "completion": "zwei"}, CHAT]
+    (tmp_path / "a.jsonl").write_bytes(lines(records))
+    prepared([tmp_path / "a.jsonl"], tmp_path / "out", eod="none")
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "document 0, 3 tokens, all count in the loss\none\n" in said
+    assert (
+        "document 1, 12 tokens, 4 count in the loss, those between ⟦ and ⟧\n1 + 1 = ⟦zwei⟧" in said
+    )
+    assert "<|im_start|>assistant\n⟦yo<|im_end|>\n⟧" in said
+
+
 def test_what_a_crash_leaves_is_no_hindrance(tmp_path: Path) -> None:
     path = write_texts(tmp_path / "a", TEXTS, "a.jsonl")
     whole = prepared([path], tmp_path / "whole", piece_size=60)

@@ -1,5 +1,6 @@
 """From a configuration to data: each source, its splits and its fingerprints."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,20 @@ def test_fingerprint_notices_what_changes_the_samples(file: Path, tmp_path: Path
     np.save(file, np.arange(1000, dtype=np.uint16)[::-1])
     others.add(fingerprint({}))
     assert len(others | {first}) == 6
+
+
+def test_another_order_of_the_same_content_is_noticed(file: Path, tmp_path: Path) -> None:
+    """As a new numpy or grain may draw it; checkpoints from before it was recorded still fit."""
+    config = DataConfig(source="file", path=str(file))
+    split = open_data(config, **SIZES, directory=tmp_path).train
+    content, order = split.fingerprint.split(" order=")
+    assert split.has(split.fingerprint)
+    assert split.has(content)
+    assert len(order) == 8
+    drawn = list(split.order[:100])
+    other = replace(split, order=[drawn[1], drawn[0], *drawn[2:]])
+    assert not other.has(split.fingerprint)
+    assert other.has(content)
 
 
 def test_a_large_file_is_known_by_parts_of_it_and_by_its_older_fingerprint(
