@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxpipe.runtime.directory import AppendedFile, WriteGuard
-from jaxpipe.training.log_lines import lines_from_end
+from jaxpipe.runtime.storage import write_whole
 from jaxpipe.training.loggers import Logger
 
 MetricValue = float | list[Any]  # a number, or nested lists of numbers
@@ -101,32 +101,37 @@ def _for_json(value: MetricValue) -> Any:
 
 
 def _keep_until(path: Path, last_step: int) -> None:
-    """Cut a log after the last undamaged line of a step that is at most `last_step`.
+    """Drop the steps after `last_step` and damaged lines from a log.
 
-    Steps are in order, so the log is read from its end. A crash may truncate a line, or the file
-    system may fill it with other bytes.
+    A crash may truncate a line, or the file system may fill it with other bytes. Steps are in
+    order, so the kept lines usually are the start of the file; truncation then needs no disk space.
     """
     if not path.exists():
         return
 
     def is_kept(line: bytes) -> bool:
-        begin = _STEP.match(line)
-        if begin and int(begin[1]) > last_step:
-            return False  # most lines that go need not be parsed
+        if begin := _STEP.match(line):  # as written here: parsing all of a long log takes minutes
+            if int(begin[1]) > last_step:
+                return False
+            if line.endswith(b"}\n"):
+                return True
         try:
             step = json.loads(line)["step"]
         except (ValueError, LookupError, TypeError, RecursionError):
             return False
         return isinstance(step, int) and step <= last_step
 
+    offset = end = 0  # of the lines that are read, of those that are kept
+    is_start = True
     with path.open("rb") as file:
-        kept = ((offset, line) for offset, line in lines_from_end(file) if is_kept(line))
-        offset, line = next(kept, (0, b""))
-        size, end = file.seek(0, os.SEEK_END), offset + len(line)
-        file.seek(end)
-        is_complete = file.read(1) == b"\n"
-    if size > end + is_complete:
-        os.truncate(path, end + is_complete)
-    if line and not is_complete:
-        with path.open("ab") as file:
-            file.write(b"\n")
+        for line in file:
+            if is_kept(line):
+                is_start &= end == offset and line.endswith(b"\n")
+                end = offset + len(line)
+            offset += len(line)
+    if is_start and end < offset:
+        os.truncate(path, end)
+    elif not is_start:
+        with path.open("rb") as file:
+            kept = b"".join(line.rstrip(b"\n") + b"\n" for line in file if is_kept(line))
+        write_whole(path, kept)
