@@ -93,7 +93,8 @@ def test_a_run_over_five_lengths_resumes_bitwise(tmp_path, shard):
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
 def test_padding_changes_neither_loss_nor_gradient(packing):
     """And microbatches that are all padding contribute zeros."""
-    trainer = Trainer.resolve(load(SMALL, [*TINY, f"data.packing={packing}"]), jax.devices()[:2])
+    config = load(SMALL, [*TINY, *VARIABLE, f"data.packing={packing}"])
+    trainer = Trainer.resolve(config, jax.devices()[:2])
     names, params = trainer.sharder.leaves, trainer.init().params
     tokens = np.random.default_rng(0).integers(0, 256, (2, 1, 17), np.int32)
     short = {"inputs": tokens[..., :-1], "targets": tokens[..., 1:].copy()}
