@@ -6,7 +6,7 @@ Exit codes: 0 done; 1 stopped at a non-finite loss or gradient or at loss spikes
 this process or another, out of memory, or run.dir is in use by another run; 3 another process of
 the run has exited or never connected; 4 the run ended but its last step could not be saved; 5 the
 run hung, with a sentence on the process that is stuck (runtime.hang_timeout); 6 a device computes
-wrong numbers (train.corruption_check_every); 7 storage did not answer for five minutes; 70 an
+wrong numbers (train.corruption_check_every); 7 storage did not answer for 150 seconds; 70 an
 unexpected error; 128 + n stopped by signal n (129: SIGHUP, 130: Ctrl-C, 138: SIGUSR1, 143:
 SIGTERM), after the step in progress was finished and saved.
 """
@@ -33,6 +33,7 @@ from jaxpipe.runtime.directory import resolve_links
 from jaxpipe.runtime.environment import allow_open_files, use_cpu_devices, use_gpu_memory
 from jaxpipe.runtime.exit_code import ExitCode
 from jaxpipe.runtime.storage import AnyPath, open_path
+from jaxpipe.runtime.storage_errors import retry
 
 if TYPE_CHECKING:
     from jaxpipe.checkpoint.local_saves import LocalSaves
@@ -292,7 +293,7 @@ def _local_saves(config: Config, directory: AnyPath) -> "LocalSaves | None":
 
 def _data(config: Config, directory: Path) -> "RunData":
     """Open the run's data; the first process prepares it before the others where needed."""
-    from jaxpipe.data.sources import open_data
+    from jaxpipe.data.sources import fetch_data, open_data
 
     if config.train.loss_rows:
         raise ConfigError(
@@ -300,15 +301,20 @@ def _data(config: Config, directory: Path) -> "RunData":
             f"reads: call `Trainer` from Python (jaxpipe/training/TRAIN_ON_YOUR_LOSS.md)."
         )
     try:
+        fetch_data(config.data)  # on all hosts at once, each into its own cache
         with processes.first_before_others("data"):
-            return open_data(
-                config.data,
-                seq_len=config.train.seq_len,
-                vocab_size=config.model.vocab_size,
-                seed=config.train.seed,
-                directory=directory / "data",
-                variable_length=config.train.variable_length,
-                answers=tuple(config.loss_rows) if config.reads_pairs else (),
+            return retry(
+                lambda: open_data(
+                    config.data,
+                    seq_len=config.train.seq_len,
+                    vocab_size=config.model.vocab_size,
+                    seed=config.train.seed,
+                    directory=directory / "data",
+                    variable_length=config.train.variable_length,
+                    answers=tuple(config.loss_rows) if config.reads_pairs else (),
+                ),
+                "the data",
+                worked=False,
             )
     except OSError as error:
         raise ConfigError(

@@ -7,6 +7,7 @@ these handlers accept it, and each process writes and reads the shards on its ow
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpipe.checkpoint.integrity import write_checksums
 from jaxpipe.runtime.storage import open_path
+from jaxpipe.runtime.storage_errors import retry
 
 
 class _ArrayProxy:
@@ -180,7 +182,10 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         futures = await super().async_save(directory, args=args)
         process = jax.process_index()
         written = ocp.future.ChainedFuture(
-            futures or [], lambda: write_checksums(open_path(directory), process)
+            futures or [],
+            partial(
+                retry, lambda: write_checksums(open_path(directory), process), _place(directory)
+            ),
         )
         return [written]
 
@@ -189,8 +194,13 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
 
         Orbax calls it on the first process after all processes have written.
         """
-        super().finalize(directory)
-        write_checksums(open_path(directory))
+        retry(lambda: super(StateHandler, self).finalize(directory), _place(directory))
+        retry(lambda: write_checksums(open_path(directory)), _place(directory))
+
+
+def _place(item: Any) -> str:
+    """The directory of checkpoints that an item of one belongs to."""
+    return str(open_path(item).parent.parent)
 
 
 @ocp.args.register_with_handler(StateHandler, for_save=True)

@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from jaxpipe.config import ConfigError, first_line
-from jaxpipe.runtime import processes, storage
+from jaxpipe.runtime import position, processes, storage
 from jaxpipe.runtime.storage import AnyPath
 
 Meta = dict[str, Any]
@@ -204,6 +204,7 @@ def checksum_of_file(path: AnyPath) -> str:
     with storage.open_binary(path) as file:
         while size := file.readinto(block):
             checksum.update(block[:size])
+            position.beat()
     return checksum.hexdigest()
 
 

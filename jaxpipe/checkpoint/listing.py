@@ -1,12 +1,16 @@
 """The checkpoints on disk, found by the names of their directories."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import is_address
+from jaxpipe.runtime import storage
 from jaxpipe.runtime.storage import COMMIT, AnyPath, absolute
 from jaxpipe.runtime.storage_errors import as_os_errors
+
+_LOOKS, _LOOK_SECONDS = 5, 0.2  # at a checkpoint that may be being removed
 
 
 def find_newest(path: AnyPath, name: str, others: str = "") -> AnyPath:
@@ -84,3 +88,28 @@ def is_complete(checkpoint: AnyPath) -> bool:
     # Orbax writes to a directory with this suffix and renames it when it is complete.
     unfinished = ".orbax-checkpoint-tmp" in checkpoint.name
     return not unfinished and all((checkpoint / name).is_dir() for name in ("state", "meta"))
+
+
+def is_being_removed(checkpoint: AnyPath) -> bool:
+    """Whether a checkpoint is gone or its files vanish now, as a run removes all but `keep`."""
+    found: set[str] = set()
+    for _ in range(_LOOKS):
+        try:
+            before, found = found, set(storage.list_files(absolute(checkpoint)))
+        except OSError:  # its folders vanish too
+            return True
+        if not found or before - found or not is_complete(absolute(checkpoint)):
+            return True
+        time.sleep(_LOOK_SECONDS)
+    return False
+
+
+def check_writable(directory: AnyPath) -> None:
+    """Raise `ConfigError` where checkpoints cannot be written to a directory."""
+    try:
+        storage.probe(directory)
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoints cannot be written to {directory} ({error.strerror}): make it a writable "
+            f"directory or choose another run.dir."
+        ) from error

@@ -26,7 +26,7 @@ from jaxpipe.checkpoint.integrity import (
     checksum_of_file,
     is_as_written,
 )
-from jaxpipe.runtime import storage
+from jaxpipe.runtime import position, storage
 
 Tree = Any
 Bounds = tuple[tuple[int, int], ...]  # start and stop in every dim
@@ -127,6 +127,7 @@ def write_piece(
             data = memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
             checksum.update(data)
             file.write(data)
+            position.beat()
     index = {"shards": shards, "meta": meta, "checksum": checksum.hexdigest()}
     storage.write_whole(path.with_suffix(".json"), json.dumps(add_checksum(index)).encode())
 

@@ -2,8 +2,8 @@
 
 import contextlib
 import itertools
-import re
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +13,23 @@ import orbax.checkpoint as ocp
 from jaxpipe.checkpoint.handler import StateSave, make_state_handler
 from jaxpipe.checkpoint.integrity import FORMAT, DamagedError, add_checksum
 from jaxpipe.checkpoint.keying import StateKeying
-from jaxpipe.checkpoint.listing import list_steps, list_unfinished, named_by_step
+from jaxpipe.checkpoint.listing import check_writable, list_steps, list_unfinished, named_by_step
+from jaxpipe.checkpoint.movement import movement_of
 from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
 from jaxpipe.checkpoint.orbax_stores import use_store_of
 from jaxpipe.checkpoint.restoring import Check, Meta, Tree, read_state
 from jaxpipe.checkpoint.retention import LINEAGE, Retention
 from jaxpipe.checkpoint.save_barrier import Manager, SaveBarrier
-from jaxpipe.config import ConfigError, first_line
-from jaxpipe.runtime import processes, storage
+from jaxpipe.config import ConfigError
+from jaxpipe.runtime import position, processes, storage
 from jaxpipe.runtime.storage import AnyPath
+from jaxpipe.runtime.storage_errors import as_os_errors, is_over, passes, reason_of, retry, wait
 
 if TYPE_CHECKING:
     from jaxpipe.checkpoint.local_saves import LocalSaves
+
+_AS_LONG_AS_IT_MOVES = 30 * 86400  # seconds; the watchdog ends a save that does not move
+_PAUSE = 5.0  # seconds until what storage did not answer is asked again
 
 
 class CheckpointStore:
@@ -73,10 +78,12 @@ class CheckpointStore:
         self.keying = keying
         self.carried: dict[str, Any] = {}
         self._asynchronous, self._say = asynchronous, say
+        self._unanswered = self._failing = self._stale = False
+        self._last: tuple[int, Tree, Meta] = -1, None, {}
         use_store_of(self.directory)
         suppress_orbax_errors()
         with processes.first_before_others("checkpoints"):
-            _check_writable(self.directory)
+            check_writable(self.directory)
             self._remove_unfinished()  # left by a killed process: no other run writes here
         # With `active_processes` Orbax synchronizes them by the coordination service. Its device
         # collective would run among the collectives of the steps.
@@ -86,15 +93,19 @@ class CheckpointStore:
         self._retention = Retention(self.directory, keep, keep_every, word)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._retention,
-            async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier if active else None),
+            async_options=ocp.AsyncOptions(
+                timeout_secs=_AS_LONG_AS_IT_MOVES,
+                barrier_sync_fn=self._barrier if active else None,
+            ),
             create=False,
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=active),
         )
-        self._manager = Manager(
-            self.directory,
-            options=options,
-            item_handlers={"state": make_state_handler(), "meta": ocp.JsonCheckpointHandler()},
-        )
+        handlers = {"state": make_state_handler(), "meta": ocp.JsonCheckpointHandler()}
+        self._manager = retry(
+            lambda: Manager(self.directory, options=options, item_handlers=handlers),
+            str(self.directory), say,
+        )  # fmt: skip
+        self._movement = movement_of(self.directory, jax.process_index())
 
     def __enter__(self) -> "CheckpointStore":
         return self
@@ -107,13 +118,13 @@ class CheckpointStore:
             self.local.close(self._say)
         with self._log_unwritten():
             self._manager.close()
-        self._remove_unfinished()  # TensorStore may have written on after a failure
+        self._tidy_up()  # TensorStore may have written on after a failure
 
     def wait(self) -> None:
         """Wait until a pending save is on disk, or has failed and its files are removed."""
-        with self._log_unwritten():
+        with self._log_unwritten(), position.metered(self._movement):
             self._manager.wait_until_finished()
-        self._remove_unfinished()
+        self._tidy_up()
 
     @property
     def steps(self) -> list[int]:
@@ -126,9 +137,37 @@ class CheckpointStore:
         return sorted(self.directory.glob("damaged-*"))
 
     def is_written(self, step: int) -> bool:
-        """Wait for a pending save, then return whether the step is on disk."""
-        self.wait()
-        return step in list_steps(self.directory)
+        """Wait for a pending save, then return whether the step is on disk; the same in all.
+
+        While storage does not answer, the last save, whose state must still be there, is repeated
+        for a limited time. Raises `ConfigError` in all processes where that does not help.
+        """
+        started = time.monotonic()
+        while True:
+            self.wait()
+            found, cause = self._is_listed(step)
+            written = bool(processes.largest(int(found)))
+            unanswered = processes.largest(int(self._unanswered or cause is not None))
+            if written or not unanswered:
+                return written
+            late = self._last[0] != step or is_over(str(self.directory), started)
+            if processes.largest(int(late)):
+                raise ConfigError(
+                    f"step {step} is not saved: {self.directory} does not answer: see that this "
+                    f"machine reaches it, and start the same command again."
+                ) from (cause or TimeoutError())
+            wait(_PAUSE)
+            self.save(*self._last)
+
+    def _is_listed(self, step: int) -> tuple[bool, Exception | None]:
+        """Whether process 0 finds a step, False in others; and the error that keeps it from it."""
+        if not processes.first():
+            return False, None
+        try:
+            found = retry(lambda: list_steps(self.directory), str(self.directory), self._say)
+        except OSError as error:
+            return False, error
+        return step in found, None
 
     def save(self, step: int, state: Tree, meta: dict[str, Any]) -> None:
         """Save a step; if asynchronous, return once the state is copied from the devices.
@@ -137,19 +176,27 @@ class CheckpointStore:
         already is not written again. A failure to write is reported and not raised, so training
         continues; earlier checkpoints stay.
         """
-        if step in self.steps:
+        self._last = step, state, meta
+        if self._is_known(step):
             return
         self.wait()  # reports a failure of the previous save
         keyed = self.keying.to_keyed(state)
         saved_meta = ocp.args.JsonSave(add_checksum(self._described(step, meta)))
         args = ocp.args.Composite(state=StateSave(keyed), meta=saved_meta)
-        with self._log_unwritten():
+        with self._log_unwritten(), position.metered(self._movement):
             self._check_all_can_write()
+            if step in self.steps:
+                return
             self._retention.note_foreign(self.steps)
             self._barrier.begin()
+            self._unanswered = self._failing = False
             self._manager.save(step, args=args)
         if not self._asynchronous:
             self.wait()
+
+    def _is_known(self, step: int) -> bool:
+        """Whether all processes know that a step is on disk."""
+        return not processes.largest(int(self._stale or step not in self.steps))
 
     def save_locally(self, step: int, state: Tree, meta: dict[str, Any]) -> None:
         """Save a step as `save` does, but in `local`, where it stays until the next."""
@@ -168,9 +215,15 @@ class CheckpointStore:
         """Remove the checkpoints of steps after `last_step`, from which the run goes on."""
         self.wait()
         self.clear_local()
-        for step in self.steps:
+        with processes.first_before_others("remove_after"):
+            if processes.first():
+                retry(lambda: self._remove_later(last_step), str(self.directory), self._say)
+        retry(self._reload, str(self.directory), self._say)
+
+    def _remove_later(self, last_step: int) -> None:
+        for step in list_steps(self.directory):
             if step > last_step:
-                self._manager.delete(step)
+                storage.remove_tree(self.directory / str(step))
 
     def restore(
         self, like: Tree, say: Callable[[str], None], check: Check | None = None,
@@ -186,7 +239,8 @@ class CheckpointStore:
         tried. Raises `ConfigError`, and changes nothing on disk, where a checkpoint is of another
         model (the message names the first array that differs) or cannot be read for another reason.
         """
-        while True:
+        started = time.monotonic()
+        for attempt in itertools.count():
             steps = [step for step in self.steps if last_step is None or step <= last_step]
             step = max(steps, default=0)
             local = self.local if last_step is None else None
@@ -196,8 +250,17 @@ class CheckpointStore:
                 return None
             try:
                 path = self.directory / str(step)
-                found = read_state(path, self.keying, like, say=say, check=named_by_step(check))
+                with position.metered(self._movement):
+                    named = named_by_step(check)
+                    found = read_state(path, self.keying, like, say=say, check=named)
                 return self._retention.continue_from(found)
+            except ConfigError as error:  # in all processes
+                late = is_over(str(self.directory), started)
+                if processes.largest(int(late or not passes(error, worked=True))):
+                    raise
+                if not attempt:
+                    say(f"warning: {path} does not answer ({error.__cause__}): it is read again")
+                wait(_PAUSE)
             except DamagedError as error:
                 aside = self._set_aside(step)
                 say(
@@ -218,7 +281,7 @@ class CheckpointStore:
                         f"checkpoint {step} is damaged but cannot be moved to {aside} "
                         f"({error.strerror}): move it away."
                     ) from error
-        self._manager.reload()
+        self._reload()
         return aside
 
     def _remove_unfinished(self) -> None:
@@ -228,15 +291,36 @@ class CheckpointStore:
             for path in list_unfinished(self.directory):
                 storage.remove_tree(path)
 
+    def _tidy_up(self) -> None:
+        """Remove what is unfinished if storage answers; otherwise the next save does."""
+        with contextlib.suppress(OSError):
+            self._remove_unfinished()
+
+    def _reload(self) -> None:
+        """Let Orbax read again which checkpoints there are."""
+        self._stale = True  # unless it can
+        with as_os_errors():
+            self._manager.reload()
+        self._stale = False
+
     def _check_all_can_write(self) -> None:
         """Raise `OSError` if a process cannot write: Orbax would block for over five minutes."""
-        reason = ""
-        try:
+        cause: OSError | None = None
+
+        def prepare() -> None:
             storage.probe(self.directory)
+            self._remove_unfinished()  # in a store they would become part of this save
+            if self._stale:
+                self._reload()
+
+        try:
+            retry(prepare, str(self.directory), self._say)
         except OSError as error:
-            reason = error.strerror or first_line(error)
-        if processes.largest(int(bool(reason))):
-            raise OSError(reason or "another process cannot write")
+            cause = error
+        if processes.largest(int(cause is not None)):
+            self._unanswered = bool(processes.largest(int(passes(cause, worked=True))))
+            other = ConnectionError if self._unanswered else OSError
+            raise cause or other("another process cannot write")
 
     @contextlib.contextmanager
     def _log_unwritten(self) -> Iterator[None]:
@@ -244,26 +328,14 @@ class CheckpointStore:
             yield
         except jax.errors.JaxRuntimeError:
             raise  # a failure of a device or another process, not of the disk
-        except (OSError, ValueError, RuntimeError) as error:
-            self._say(
-                f"warning: a checkpoint could not be written ({_short_reason(error)}): training "
-                f"goes on, and the checkpoints before it are as they were; make room in "
-                f"{self.directory}, or make it writable."
-            )
-            self._manager.reload()  # it forgets the steps that this save would have removed
-
-
-def _short_reason(error: Exception) -> str:
-    """The operating system's message if TensorStore quotes it, otherwise the first line."""
-    quoted = re.search(r"([^:]+) \[os_error_code=", str(error))
-    return quoted[1].strip() if quoted else first_line(error)
-
-
-def _check_writable(directory: AnyPath) -> None:
-    try:
-        storage.probe(directory)
-    except OSError as error:
-        raise ConfigError(
-            f"checkpoints cannot be written to {directory} ({error.strerror}): make it a writable "
-            f"directory or choose another run.dir."
-        ) from error
+        except Exception as error:  # the libraries of stores have no common one
+            was_failing, self._failing = self._failing, True
+            self._unanswered = passes(error, worked=True)
+            if not (was_failing and self._unanswered):
+                self._say(
+                    f"warning: a checkpoint could not be written ({reason_of(error)}): training "
+                    f"goes on, and the checkpoints before it are as they were; make room in "
+                    f"{self.directory}, or make it writable."
+                )
+            with contextlib.suppress(OSError):  # the next save reads them
+                self._reload()  # it forgets the steps that this save would have removed

@@ -32,7 +32,7 @@ from jaxpipe.checkpoint.integrity import (
     read_meta,
     succeed_on_all_processes,
 )
-from jaxpipe.checkpoint.listing import is_complete
+from jaxpipe.checkpoint.listing import is_being_removed, is_complete
 from jaxpipe.checkpoint.orbax_stores import use_store_of
 from jaxpipe.config import Config, ConfigError, from_builtins
 from jaxpipe.model.lora import NAME
@@ -242,6 +242,11 @@ class StoredCheckpoint:
             with succeed_on_all_processes(self.directory, checked):
                 yield
         except DamagedError as error:
+            if is_being_removed(self.directory):
+                raise ConfigError(
+                    f"checkpoint {self.directory} was removed while it was read: take a later one, "
+                    f"or train with a larger checkpoint.keep."
+                ) from error
             raise ConfigError(
                 f"checkpoint {self.directory} is damaged ({error}): take an earlier one."
             ) from error

@@ -4,12 +4,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from jaxpipe.config.path_types import AnyPath, LocalPath, StatePath
 from jaxpipe.config.watching import Section
 from jaxpipe.model.family import Count, Positive
-
-LocalPath = Annotated[str, Meta(extra={"path": "local"})]  # relative to the current directory
-AnyPath = Annotated[str, Meta(extra={"path": "any"})]  # the same, or an address known to fsspec
-StatePath = Annotated[str, Meta(extra={"path": "state"})]  # the same, or gs://..., s3://...
 
 
 class RunConfig(Section, kw_only=True):

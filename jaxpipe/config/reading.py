@@ -17,8 +17,8 @@ import msgspec
 import tomli_w
 
 from jaxpipe.config.errors import ConfigError
-from jaxpipe.config.files import AnyPath, LocalPath, StatePath
 from jaxpipe.config.foreign import PAGE, SECTIONS, meaning
+from jaxpipe.config.path_types import AnyPath, LocalPath, StatePath
 from jaxpipe.config.paths import CHECKPOINT_STORES, check_local, check_path
 from jaxpipe.config.secrets import mask_secrets
 from jaxpipe.config.sections import Config

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from jaxpipe.config.path_types import StatePath
 from jaxpipe.model.family import INT32_MAX, Count, Positive
 
 
@@ -39,14 +40,16 @@ class RuntimeConfig(Section, kw_only=True):
     # fewest devices on which a run goes on after processes are lost for good: it takes a smaller
     # dp, or else another pp, and keeps the batch; 0: it needs all devices of its mesh
     min_devices: Count = 0
-    # limit on the time of one step, batch, held-out batch or save [s], beyond which the run counts
-    # as hung and exits with code 5; auto: 5 median steps, at least 60, but 600 for a save and until
-    # the first step has finished; 0: off, as for a debugger. Starting, restoring and compiling have
-    # at least 1800
+    # limit on the time without progress in a step, batch, held-out batch or save [s], beyond which
+    # the run counts as hung and exits with code 5; what moves bytes, finishes files or makes tokens
+    # makes progress. auto: 5 median steps, at least 60, but 600 for a save and until the first step
+    # has finished; 0: off, as for a debugger. Copying data, restoring and generating have at least
+    # 600, starting and compiling 1800
     hang_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] | Literal["auto"] = "auto"
-    # directory of compiled programs, which the next start loads; auto: one in the user's cache
-    # directory, entries removed after 30 days; "": none. JAX_COMPILATION_CACHE_DIR takes precedence
-    compile_cache: str = "auto"
+    # directory of compiled programs, or its address, which the next start loads; auto: one in the
+    # user's cache directory, entries removed after 30 days; "": none. JAX_COMPILATION_CACHE_DIR
+    # takes precedence
+    compile_cache: StatePath = "auto"
     # directory of training steps compiled ahead (`plan --check-gpu --save`), one of which the run
     # loads if it is of the same program, devices and versions; all processes load it or none does;
     # "": none

@@ -19,11 +19,13 @@ from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import any_path
 from jaxpipe.config.units import parse_bytes, readable_bytes
 from jaxpipe.data.inspection import describe_folder
-from jaxpipe.data.manifest import MANIFEST
+from jaxpipe.data.journal import is_unfinished
+from jaxpipe.data.manifest import JOURNAL, MANIFEST
 from jaxpipe.data.prepare import PrepareOptions, prepare
 from jaxpipe.data.workers import WorkerDiedError
 from jaxpipe.runtime import command
-from jaxpipe.runtime.storage import local_copy, written
+from jaxpipe.runtime.remote_output import remote_output
+from jaxpipe.runtime.storage import folder_size, local_copy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,9 +142,9 @@ def _prepare(arguments: argparse.Namespace) -> None:
     )
     inputs = [local_copy(path) for path in arguments.inputs]
     try:
-        with written(arguments.out, last=MANIFEST) as out:
+        with remote_output(arguments.out, MANIFEST, JOURNAL, is_unfinished) as out:
             manifest = prepare(inputs, out, options, processes=arguments.workers, console=Console())
-            size = sum(file.stat().st_size for file in out.iterdir())
+        size = folder_size(arguments.out)
     except OSError as error:
         raise ConfigError(
             f"{error.filename or arguments.out} cannot be written ({error.strerror}): make room "

@@ -19,8 +19,10 @@ import numpy as np
 
 from jaxpipe.config import ConfigError
 from jaxpipe.data.balance import RowBalance
+from jaxpipe.data.read_ahead import ReadAhead
 from jaxpipe.data.samples import PADDING, Sample, TokenSamples
 from jaxpipe.model.loss import IGNORE
+from jaxpipe.runtime.storage_errors import retry
 
 Batch = dict[str, np.ndarray]
 LengthOf = Callable[[int], int]  # L of a step, given the number of tokens of its longest row
@@ -158,7 +160,9 @@ class DataSplit:
         """
 
         def of(position: int, step: int) -> DocumentLengths:
-            documents = list(self._documents(position, step))
+            documents = retry(
+                lambda: list(self._documents(position, step)), f"the {self.name} data"
+            )
             return DocumentLengths(step, max(map(sum, documents)), np.concatenate(documents))
 
         return lru_cache(maxsize=128)(of)
@@ -213,11 +217,12 @@ class DataSplit:
     def batches(
         self, position: int, *, microbatches: int, batch_size: int, rows: slice = slice(None),
         length_of: LengthOf | None = None, balance: RowBalance | None = None,
-    ) -> grain.DatasetIterator[Batch]:  # fmt: skip
+    ) -> Iterator[Batch]:  # fmt: skip
         """Iterate over batches from a position on, read ahead in threads; `close()` ends them.
 
-        Training batches never end. Held-out batches contain every sample once; the last batch may
-        be filled with rows without targets. The arguments are those of `batch`.
+        Training batches never end, and are a `ReadAhead`. Held-out batches contain every sample
+        once; the last batch may be filled with rows without targets. The arguments are those of
+        `batch`.
 
         Raises `ConfigError` where a training batch needs more samples than one epoch has, or where
         there are none.
@@ -234,8 +239,13 @@ class DataSplit:
             length_of=length_of, balance=balance,
         )  # fmt: skip
         end = len(self.order) - step + 1 if endless else len(self.order)
+
+        def read_surely(position: int) -> Batch:
+            return retry(lambda: read(position), f"the {self.name} data")
+
         starts = grain.MapDataset.range(position, end, step)
-        return iter(starts.map(read).to_iter_dataset(_PREFETCH))
+        batches = iter(starts.map(read_surely).to_iter_dataset(_PREFETCH))
+        return ReadAhead(batches) if endless else batches
 
     def _number_at(self, position: int) -> int:
         """Return the sample number at a position; after the end, the last sample's number."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jaxpipe.config import ConfigError, DataConfig, SourceConfig
+from jaxpipe.config.paths import is_address
 from jaxpipe.data.balance import BalancedOrder
 from jaxpipe.data.batches import DataSplit, SourceSamples, heldout_order, training_order
 from jaxpipe.data.corpus import open_corpus_documents
@@ -28,6 +29,7 @@ from jaxpipe.data.token_files import (
     open_documents,
 )
 from jaxpipe.data.tokens import BareShard
+from jaxpipe.runtime.storage import local_copy
 
 DUMMY_SAMPLES = 1 << 20
 
@@ -308,6 +310,13 @@ def _check_records(path: str, *, in_pairs: bool) -> None:
             f"{path} has pairs of answers, and training on both as text would teach the rejected "
             f"ones too: set train.loss=dpo, or prepare it without --pairs."
         )
+
+
+def fetch_data(config: DataConfig) -> None:
+    """Copy data at addresses to this machine, before one process after the other opens them."""
+    for path in [config.path, *(one.path for one in config.sources), config.heldout_path]:
+        if is_address(path):
+            local_copy(path)
 
 
 def _open_sources(

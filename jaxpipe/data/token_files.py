@@ -2,6 +2,7 @@
 
 import glob
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from jaxpipe.data.tokens import FULL_DIGEST_BYTES, IdFile, open_tokens
 from jaxpipe.runtime.storage import local_copy
 
 _SUFFIXES = (".bin", ".npy", ".ds", FAST_LLM, ".parquet")
+_OF_TOKENS = (*_SUFFIXES, ".idx", ".mask")
 _CHUNK = 1 << 20  # tokens checked at a time
 
 
@@ -56,8 +58,12 @@ def open_documents(
 
 
 def find_prepared_folders(path: str) -> list[Path]:
-    """Return the prepared folders that a path names, in the order of their names."""
-    return [folders for folders in _find_inputs(path) if (folders / MANIFEST).exists()]
+    """Return the prepared folders that a path names, in the order of their names.
+
+    Of those at an address only the files that describe them are copied.
+    """
+    inputs = _find_inputs(path, lambda name: not name.endswith(_OF_TOKENS))
+    return [folder for folder in inputs if (folder / MANIFEST).exists()]
 
 
 def find_bare_files(path: str) -> list[Path]:
@@ -75,13 +81,13 @@ def check_tokenizers(places: dict[str, Path] | dict[str, str]) -> None:
         )
 
 
-def _find_inputs(path: str) -> list[Path]:
+def _find_inputs(path: str, is_wanted: Callable[[str], bool] = bool) -> list[Path]:
     """Return the files and folders that a path names, in the order of their names.
 
     A pattern matches token files and prepared folders. Files inside a matched prepared folder are
     not listed again. Those at an address are copied to this machine once.
     """
-    path = os.fspath(local_copy(path))
+    path = os.fspath(local_copy(path, is_wanted))
     if Path(path).exists():
         return [Path(path)]
     if Path(f"{path}.bin").is_file():  # Megatron's way to name a shard

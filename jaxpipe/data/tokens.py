@@ -1,6 +1,8 @@
 """Bare token files, `.npy` or `.bin`: one array of ids without document boundaries."""
 
+import errno
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 
 from jaxpipe.config import ConfigError
 from jaxpipe.data.documents import check_ids
+from jaxpipe.runtime.storage_errors import describe
 
 FULL_DIGEST_BYTES = (
     1 << 30
@@ -42,10 +45,13 @@ class IdFile:
         try:
             at = self.offset + begin * self.dtype.itemsize
             ids = np.fromfile(self.path, self.dtype, end - begin, offset=at)
+            if len(ids) < end - begin and self.path.stat().st_size >= at + ids.itemsize * (
+                end - begin
+            ):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))  # numpy does not tell
         except OSError as error:
-            raise ConfigError(
-                f"{self.path} cannot be read any more ({error.strerror}): put it back."
-            ) from error
+            otherwise = f"{self.path} cannot be read any more ({error.strerror}): put it back."
+            raise ConfigError(describe(error, str(self.path), otherwise)) from error
         if len(ids) < end - begin:
             raise ConfigError(f"{self.path} has become shorter since it was opened: put it back.")
         return ids

@@ -28,6 +28,7 @@ from jaxpipe.inference.uncached import UncachedDecoding, UncachedModel
 from jaxpipe.parallel import PP, REPLICA_AXES, TP
 from jaxpipe.pipeline.parameters import DeviceParameters
 from jaxpipe.planning.model import model_of
+from jaxpipe.runtime import position
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 
@@ -175,12 +176,14 @@ class _CachedDecoding:
     def read(self, tokens_NS: np.ndarray, count: int) -> int:
         begin = 0
         for length in _slices(count):
+            position.enter("score")
             part = tokens_NS[:, begin : begin + length]
             self.cache = self.model.read(self.params, self.variables, self.cache, part, begin)
             begin += length
         return begin
 
     def next(self, tokens_NS: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
+        position.enter("score")
         here = tokens_NS[:, place : place + 1]
         made, self.cache = self.model.next(
             self.params, self.variables, self.cache, here, place, self.key

@@ -75,7 +75,7 @@ def _run(
         lost = any(map(_has_lost_reader, (sys.stdout, sys.stderr)))
         if isinstance(error, BrokenPipeError) and lost and not processes.several():
             raise  # not of another pipe or a socket
-        code, message = _code_of(error, failures), mask_secrets(str(error))
+        code, message = code_of(error, failures), mask_secrets(str(error))
         if code == ExitCode.CRASH:
             print(mask_secrets(traceback.format_exc()), end="", file=sys.stderr)
             message = f"{type(error).__name__}: {first_line(error)}"
@@ -87,16 +87,15 @@ def _run(
     return code
 
 
-def _code_of(error: Exception, failures: tuple[type[Exception], ...]) -> ExitCode:
+def code_of(error: Exception, failures: tuple[type[Exception], ...] = ()) -> ExitCode:
+    """The exit code of a command that an error ends."""
     if isinstance(error, failures):
         return ExitCode.FAILED
     if isinstance(error, processes.NotMetError):
         return ExitCode.OTHERS_GONE
     if isinstance(error, (ConfigError, ScheduleError)):
         return ExitCode.NO_ANSWER if passes(error) else ExitCode.BAD_INPUT
-    if isinstance(error, OSError) and passes(error):
-        return ExitCode.NO_ANSWER
     own = ("INVALID_ARGUMENT", "callback")  # what this process does wrong itself
     if type(error).__name__ == "JaxRuntimeError" and processes.several():
         return ExitCode.CRASH if any(word in str(error) for word in own) else ExitCode.OTHERS_GONE
-    return ExitCode.CRASH
+    return ExitCode.NO_ANSWER if passes(error) else ExitCode.CRASH

@@ -125,25 +125,25 @@ class Watch(threading.Thread):
         )
         ctypes.CDLL(None).signal(signal.SIGABRT, self._aborted)
 
-    def reached(self, step: int, received: int) -> int:
-        """The signal that stops the run after this step, or 0; equal on all processes.
+    def reached(self, step: int, wanted: int) -> int:
+        """The exit code with which the run stops after this step, or 0; equal on all processes.
 
-        All main threads call it after the same steps. The first process that has received a signal
-        asks for a stop. All processes then stop after the first step that no process had reached
-        when it read the request; until that step is known none continues. This takes three
-        messages, once in a run; other steps send none.
+        All main threads call it after the same steps. The first process that has received a signal,
+        or whose data fail, asks for a stop. All processes then stop after the first step that no
+        process had reached when it read the request; until that step is known none continues. This
+        takes three messages, once in a run; other steps send none.
 
         Args:
           step: the step that this process has finished.
-          received: a signal that this process has received, or 0.
+          wanted: the exit code with which this process wants to stop, or 0.
         """
-        if received and not self._asked:
+        if wanted and not self._asked:
             self._asked = True
-            self._publish({"stop": received})
+            self._publish({"stop": wanted})
         with self._lock:
             self._step = step
-            latest, number = self._stop_after
-            return number if step > latest else 0
+            latest, code = self._stop_after
+            return code if step > latest else 0
 
     def finish(self) -> None:
         """Wait for the other processes at the end of the run, and stop watching."""
@@ -219,16 +219,17 @@ class Watch(threading.Thread):
                 about = reason if is_hang else f"process {news['gone']} ended: {reason}"
                 self._end(news["code"], about)
             return
-        number = news["stop"]
-        if number not in signal.valid_signals():
+        code = news["stop"]
+        if code not in {*ExitCode, *(128 + number for number in signal.valid_signals())}:
             self._end(
-                ExitCode.OTHERS_GONE, f"a process asked to stop for signal {number}, which is none"
+                ExitCode.OTHERS_GONE,
+                f"a process asked to stop with exit code {code}, which is none",
             )
         with self._lock:
             if self._stop_after[1]:
                 return
             steps = self.service.gather_in("jaxpipe/stop", str(self._step), SILENT_SECONDS)
-            self._stop_after = max(map(int, steps)), number
+            self._stop_after = max(map(int, steps)), code
 
     def _live(self) -> None:
         """Send a heartbeat; process 0 also checks those of the others."""

@@ -4,11 +4,13 @@ The main thread only stores one tuple per phase. All processes of a run enter th
 same order, so the number of phases entered so far says which process is behind.
 """
 
+import contextlib
 import math
 import os
 import statistics
 import time
 from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -20,7 +22,7 @@ class Phase(NamedTuple):
 
     Attributes:
       words: as in "it is stuck while ...".
-      least: lower bound on the phase's time limit [s].
+      least: lower bound on the phase's time limit, which is of no progress (`beat`) [s].
       least_auto: lower bound where `runtime.hang_timeout` is "auto" [s].
     """
 
@@ -33,19 +35,19 @@ PHASES = {
     "import": Phase("importing packages", 1800, 1800),
     "plan": Phase("resolving its configuration", 1800, 1800),
     "devices": Phase("starting devices and processes", 1800, 1800),
-    "open": Phase("opening data and checkpoints", 1800, 1800),
-    "restore": Phase("restoring or initializing the state", 1800, 1800),
+    "open": Phase("opening data and checkpoints", 600, 600),
+    "restore": Phase("restoring or initializing the state", 600, 600),
     "trace": Phase("tracing a program", 1800, 1800),
     "compile": Phase("compiling", 1800, 1800),
     "data": Phase("loading a batch"),
     "step": Phase("running a step"),
     "evaluate": Phase("computing the held-out loss"),
     "tasks": Phase("preparing tasks of lm-eval", 1800, 1800),  # which may be downloaded
-    "score": Phase("scoring tokens", 1800, 1800),  # new lengths compile
+    "score": Phase("scoring tokens", 600, 600),  # new lengths are traced
     "check": Phase("checking a step for corruption", 600, 600),
     "profile": Phase("writing a profile", 600, 600),
     "save": Phase("saving", 0, 600),
-    "export": Phase("waiting for an export", 1800, 1800),
+    "export": Phase("waiting for an export", 600, 600),
 }
 _AUTO_SECONDS = 60.0  # smallest limit where `runtime.hang_timeout` is "auto"
 _AUTO_STEPS = 5.0  # the limit in median steps, if that is larger
@@ -90,6 +92,7 @@ now = Position("import", 0, 0, _start_of_process())
 spent: Counter[str] = Counter()  # time in phases that were left [s]
 finished = Finished(0, deque(maxlen=_RECENT))
 moved = -math.inf  # `time.monotonic()` of the last `beat` [s]
+meter: Callable[[], object] | None = None  # see `metered`
 
 
 def enter(phase: str, step: int | None = None) -> None:
@@ -108,6 +111,20 @@ def beat() -> None:
     """
     global moved
     moved = time.monotonic()
+
+
+@contextlib.contextmanager
+def metered(measure: Callable[[], object]) -> Iterator[None]:
+    """While the body runs, take a change of `measure()` for progress.
+
+    The watchdog calls it, in a thread of its own, while nothing else shows progress.
+    """
+    global meter
+    meter = measure
+    try:
+        yield
+    finally:
+        meter = None
 
 
 def finish(step: int, seconds: float) -> None:

@@ -289,12 +289,12 @@ def check_alike(name: str, parts_of: Callable[[], Mapping[str, str]]) -> None:
     refuse(reason)
 
 
-def stops_after(step: int, received: int) -> int:
-    """The signal that stops the run after this step, or 0 (`Watch.reached`).
+def stops_after(step: int, wanted: int) -> int:
+    """The exit code with which the run stops after this step, or 0 (`Watch.reached`).
 
-    With a single process this is `received`, the signal that it has received.
+    With a single process this is `wanted`, the code with which it shall stop.
     """
-    return _met[0].reached(step, received) if several() else received
+    return _met[0].reached(step, wanted) if several() else wanted
 
 
 def watch() -> Watch | None:

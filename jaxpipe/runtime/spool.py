@@ -18,7 +18,7 @@ from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import is_address
 from jaxpipe.runtime import processes, storage
 from jaxpipe.runtime.directory import LOCK, WriteGuard
-from jaxpipe.runtime.storage_errors import as_os_errors, describe
+from jaxpipe.runtime.storage_errors import as_os_errors, describe, retry
 
 _PERIOD = 15.0  # least seconds between uploads in the background
 _SHARE = 20  # an upload takes at most one part in so many of the time
@@ -72,7 +72,9 @@ class Spool:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self.upload()
+        if self._address:
+            with self._uploads, self._guard.attempt(self._address):
+                retry(self._upload_changed, self._address, self._guard.say)
 
     def upload(self) -> None:
         """Upload the files that have changed; a failure is reported, and the next call repeats it.
@@ -82,10 +84,13 @@ class Spool:
         if not self._address:
             return
         with self._uploads, self._guard.attempt(self._address):
-            for name, state in self._files():
-                if self._uploaded.get(name) != state:
-                    storage.upload(self.folder, self._address, [name])
-                    self._uploaded[name] = state
+            self._upload_changed()
+
+    def _upload_changed(self) -> None:
+        for name, state in self._files():
+            if self._uploaded.get(name) != state:
+                storage.upload(self.folder, self._address, [name])
+                self._uploaded[name] = state
 
     def share(self, name: str, text: str) -> None:
         """Let the other machines read a small file now; nothing to do on a disk they share."""

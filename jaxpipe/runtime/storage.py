@@ -13,8 +13,6 @@ A path is a `pathlib.Path` on a disk, for which every function here does what `p
 """
 
 import contextlib
-import fcntl
-import functools
 import hashlib
 import json
 import os
@@ -23,17 +21,26 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import is_address
-from jaxpipe.runtime.storage_errors import as_os_errors, describe
+from jaxpipe.runtime.object_stores import (
+    MAGIC,
+    PROBE,
+    alone,
+    fetch_files,
+    file_system,
+    infos,
+    matches,
+    state_of,
+)
+from jaxpipe.runtime.storage_errors import as_os_errors, describe, retry
 
 AnyPath = Any  # `Path`, or `epath.Path`, which has the methods of `Path` that are used on it
 COMMIT = "commit_success.txt"  # Orbax writes it into a complete checkpoint, after all other files
-_MAGIC = "*?["
-_PROBE = ".probe-"  # begins the name of a file that is removed at once; no other process reads it
 
 
 def open_path(text: str | os.PathLike[str]) -> AnyPath:
@@ -45,7 +52,7 @@ def open_path(text: str | os.PathLike[str]) -> AnyPath:
     text = os.fspath(text)
     if not is_address(text):
         return Path(text)
-    _file_system(text)
+    file_system(text)
     from etils import epath  # imports fsspec, which a run on disks does not need
 
     return epath.Path(text)
@@ -82,7 +89,7 @@ def check_store(name: str, address: str) -> None:
 def probe(directory: AnyPath) -> None:
     """Create and remove a file in a directory, which is created if needed."""
     if is_address(directory):
-        path = directory / f"{_PROBE}{uuid.uuid4().hex}"
+        path = directory / f"{PROBE}{uuid.uuid4().hex}"
         write_whole(path, b"")
         with as_os_errors():
             return path.unlink()
@@ -99,7 +106,7 @@ def write_whole(path: AnyPath, content: bytes) -> None:
     """
     if is_address(path):
         with as_os_errors():
-            _file_system(str(path)).pipe_file(str(path), content)
+            file_system(str(path)).pipe_file(str(path), content)
         return
     fresh = path.with_name(f"{path.name}.new")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +140,7 @@ def modified(path: AnyPath) -> float:
     """When a file was last written [s since 1970], by the clock of its disk or store."""
     if is_address(path):
         with as_os_errors():
-            return _file_system(str(path)).modified(str(path)).timestamp()
+            return file_system(str(path)).modified(str(path)).timestamp()
     return path.stat().st_mtime
 
 
@@ -141,8 +148,15 @@ def size_of(path: AnyPath) -> int:
     """The bytes of a file."""
     if is_address(path):
         with as_os_errors():
-            return _file_system(str(path)).size(str(path))
+            return file_system(str(path)).size(str(path))
     return path.stat().st_size
+
+
+def folder_size(directory: str | os.PathLike[str]) -> int:
+    """The bytes of all files below a directory or an address."""
+    if is_address(directory):
+        return sum(info["size"] for info in infos(os.fspath(directory)).values())
+    return sum(path.stat().st_size for path in Path(directory).rglob("*") if path.is_file())
 
 
 def list_files(directory: AnyPath) -> list[str]:
@@ -151,7 +165,7 @@ def list_files(directory: AnyPath) -> list[str]:
     Raises `OSError` for a folder that cannot be read, also where it does not exist.
     """
     if is_address(directory):
-        return sorted(_infos(str(directory)))
+        return sorted(infos(str(directory)))
 
     def fail(error: OSError) -> None:  # os.walk would treat an unreadable folder as empty
         raise error
@@ -164,10 +178,10 @@ def list_files(directory: AnyPath) -> list[str]:
 
 
 def remove_tree(path: AnyPath) -> None:
-    """Remove a folder, as far as possible; in a store its `COMMIT` first."""
+    """Remove a folder, on a disk as far as possible; in a store its `COMMIT` first."""
     if not is_address(path):
         return shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError), as_os_errors():
+    with as_os_errors():
         (path / COMMIT).unlink(missing_ok=True)
         path.rmtree(missing_ok=True)
 
@@ -183,8 +197,8 @@ def move_tree(path: AnyPath, target: AnyPath) -> None:
         return
     with as_os_errors():
         (path / COMMIT).unlink(missing_ok=True)
-        for name in _infos(str(path)):
-            _file_system(str(path)).cp_file(f"{path}/{name}", f"{target}/{name}")
+        for name in infos(str(path)):
+            file_system(str(path)).cp_file(f"{path}/{name}", f"{target}/{name}")
         path.rmtree()
 
 
@@ -192,15 +206,13 @@ def upload(folder: Path, address: str, names: list[str]) -> None:
     """Copy files of a local folder to an address, in this order; raises `OSError`."""
     with as_os_errors():
         for name in names:
-            _file_system(address).put_file(str(folder / name), f"{address.rstrip('/')}/{name}")
+            file_system(address).put_file(str(folder / name), f"{address.rstrip('/')}/{name}")
 
 
 def download(address: str, folder: Path, is_wanted: Callable[[str], bool] = bool) -> None:
     """Copy files below an address into a local folder, those whose names are wanted."""
     with as_os_errors():
-        for name in filter(is_wanted, _infos(address)):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            _file_system(address).get_file(f"{address.rstrip('/')}/{name}", str(folder / name))
+        fetch_files(address, folder, {n: i for n, i in infos(address).items() if is_wanted(n)})
 
 
 def local_copy(text: str | os.PathLike[str], is_wanted: Callable[[str], bool] = bool) -> Path:
@@ -208,8 +220,9 @@ def local_copy(text: str | os.PathLike[str], is_wanted: Callable[[str], bool] = 
 
     A folder is copied with all files below it, a file with the files beside it that differ in their
     suffix, and a pattern with what it matches. `is_wanted` chooses among the files of a folder, by
-    their names below it. The copy stays in the user's cache directory and is
-    used again as long as names, sizes and times in the store are the same.
+    their names below it. The copy stays in the user's cache directory and is used again as long as
+    names, sizes and times in the store are the same. One that was interrupted goes on where it
+    stopped.
 
     Raises:
       ConfigError: nothing is there, or it cannot be read.
@@ -219,23 +232,22 @@ def local_copy(text: str | os.PathLike[str], is_wanted: Callable[[str], bool] = 
         return Path(text)
     text = text.rstrip("/")
     base, _, name = text.rpartition("/")
-    while any(sign in base for sign in _MAGIC):
+    while any(sign in base for sign in MAGIC):
         base, _, part = base.rpartition("/")
         name = f"{part}/{name}"
     try:
         with as_os_errors():
-            found = _matches(text, base)
-            found = {n: of for n, of in found.items() if is_wanted(n.removeprefix(f"{name}/"))}
+            found = matches(text, base)
+        found = {n: of for n, of in found.items() if is_wanted(n.removeprefix(f"{name}/"))}
         if not found:
             raise ConfigError(f"{text} does not exist: correct the address.")
-        listing = json.dumps([text, sorted((n, _state_of(of)) for n, of in found.items())])
+        listing = json.dumps([text, sorted((n, state_of(of)) for n, of in found.items())])
         copy = cache_folder("copies") / digest(listing)
-        with _alone(copy.with_suffix(".lock")):
+        unfinished = copy.with_suffix(".partial")
+        with alone(copy.with_suffix(".lock"), unfinished):
             if not copy.exists():
-                partial = copy.with_suffix(".partial")
-                shutil.rmtree(partial, ignore_errors=True)
-                download(base, partial, found.__contains__)
-                partial.rename(copy)
+                fetch_files(base, unfinished, found)
+                unfinished.rename(copy)
         return copy / name
     except OSError as error:
         otherwise = (
@@ -261,13 +273,14 @@ def written(text: str | os.PathLike[str], last: str = "") -> Iterator[Path]:
         yield Path(text)
         return
     check_store("the address", text)
-    if _infos(text):
+    if infos(text):
         raise ConfigError(f"{text} exists and is not empty: choose another address.")
     with tempfile.TemporaryDirectory(dir=cache_folder("written")) as folder:
         yield (folder := Path(folder) / posixpath.basename(text.rstrip("/")))
         names = sorted(list_files(folder), key=lambda name: (name == last, name))
         try:
-            upload(folder, text, names)
+            for file in names:
+                retry(partial(upload, folder, text, [file]), text)
         except OSError as error:
             raise ConfigError(f"{text} cannot be written ({error.strerror}).") from error
 
@@ -290,57 +303,3 @@ def cache_folder(name: str) -> Path:
     folder = user_cache() / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _file_system(address: str) -> Any:
-    return _open_file_system(address.partition("://")[0])
-
-
-@functools.cache
-def _open_file_system(scheme: str) -> Any:
-    import fsspec
-
-    # A listing that is kept would not show what other processes write.
-    fsspec.config.conf.setdefault(scheme, {})["use_listings_cache"] = False
-    with as_os_errors():
-        return fsspec.filesystem(scheme)
-
-
-def _infos(address: str) -> dict[str, dict[str, Any]]:
-    """What the store tells of every file below an address, by its name relative to it."""
-    files = _file_system(address)
-    with as_os_errors():
-        root = files._strip_protocol(address)
-        found = files.find(root, detail=True)
-    infos = {posixpath.relpath(name, root): info for name, info in found.items() if name != root}
-    return {name: info for name, info in infos.items() if not name.startswith(_PROBE)}
-
-
-def _matches(text: str, base: str) -> dict[str, dict[str, Any]]:
-    """The files that a text names, and those beside them that differ in their suffix."""
-    files = _file_system(text)
-    root, above = files._strip_protocol(text), files._strip_protocol(base)
-    has_magic = any(sign in text for sign in _MAGIC)
-    found: dict[str, dict[str, Any]] = {}
-    for match in files.glob(root) if has_magic else [root]:
-        if below := {n: i for n, i in files.find(match, detail=True).items() if n != match}:
-            found |= below
-            continue
-        stem = posixpath.splitext(match)[0] if files.exists(match) else match
-        found |= files.glob(f"{stem}.*", detail=True)
-        if files.isfile(match):
-            found[match] = files.info(match)
-    return {posixpath.relpath(n, above): i for n, i in found.items() if i["type"] == "file"}
-
-
-def _state_of(info: dict[str, Any]) -> list[str]:
-    """What changes when a file in a store is written again."""
-    return [str(info.get(key)) for key in ("size", "ETag", "etag", "LastModified", "mtime")]
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Let one process of this machine at a time run the body."""
-    with path.open("w") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        yield

@@ -19,7 +19,7 @@ from jaxpipe.runtime import position
 
 Result = TypeVar("Result")
 
-LIMIT = 300.0  # seconds for which an error that passes is waited out
+LIMIT = 150.0  # seconds for which an error that passes is waited out
 _LONGEST_PAUSE = 5.0  # seconds between two attempts
 _BEAT = 0.5  # seconds between two signs of life to the watchdog, which must not end the wait
 
@@ -38,7 +38,7 @@ _REFUSALS = {401, 403}  # also of credentials that have expired, and are being r
 _EXPIRED = ("Expired", "TokenRefreshRequired", "RequestTimeTooSkewed")
 _TENSORSTORE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "RESOURCE_EXHAUSTED")
 _TENSORSTORE_REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED")
-_OS_CODE = re.compile(r"os_error_code=(\d+)")  # in TensorStore's texts
+_OS_CODE = re.compile(r"(?:os_error_code=|\[errno )(\d+)")  # in texts of TensorStore and Arrow
 _HTTP_STATUS = re.compile(r"HTTP response code: (\d+)")  # in TensorStore's texts
 
 
@@ -135,8 +135,9 @@ def retry(
     """Return the result of a call, which is repeated while it fails with an error that passes.
 
     The first failure at a place is reported, and the first success after it. The error is raised
-    when it has lasted for `LIMIT` seconds. The watchdog is told that this process is alive. A call
-    must not wait for other processes, which do not repeat it.
+    when the place has not answered for `LIMIT` seconds, in this call or since earlier ones. The
+    watchdog is told that this process is alive. A call must not wait for other processes, which do
+    not repeat it.
 
     Args:
       call: what reads or writes.
@@ -145,16 +146,18 @@ def retry(
       worked: see `passes`.
     """
     say, pause = say or _to_stderr, 0.1
-    started = time.monotonic()
     while True:
+        started = time.monotonic()
         try:
             result = call()
         except Exception as error:
-            if not passes(error, worked=worked) or time.monotonic() - started > LIMIT:
+            if not passes(error, worked=worked):
                 raise
             with _lock:
                 is_new = what not in _failing
-                _failing.setdefault(what, started)
+                since = _failing.setdefault(what, started)
+            if time.monotonic() - since > LIMIT:
+                raise
             if is_new:
                 say(
                     f"warning: {what} does not answer ({reason_of(error)}): it is asked again, for "
@@ -169,6 +172,11 @@ def retry(
             if since is not None:
                 say(f"{what} answers again, after {time.monotonic() - since:.0f} s")
         return result
+
+
+def is_over(what: str, started: float) -> bool:
+    """Whether `LIMIT` has passed since a place stopped answering, or since `started` [s]."""
+    return time.monotonic() - min(started, _failing.get(what, started)) > LIMIT
 
 
 def wait(seconds: float) -> None:

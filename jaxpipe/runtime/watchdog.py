@@ -44,6 +44,7 @@ _PATIENCE = 2.0  # seconds that a call to the service or the file system may tak
 _UPLOAD_PATIENCE = 10.0  # seconds that an upload of the stacks may take
 _READ_AT_ONCE = 100  # processes that all read each other every second; more read less often
 _C_TIMER = 15.0  # most seconds without Python's lock until stacks are written: before others exit
+_MEASURES = 8  # looks within a limit whether a save moves
 _KEYS = "jaxpipe/positions"
 FILES, STACKS = "processes", "hangs"  # folders in the run directory
 
@@ -68,6 +69,9 @@ class Watchdog:
         self._stacks: Any = None  # open file for stacks
         self._over = False
         self._resumed = -float("inf")  # when the process last went on after it was stopped
+        self._meter = _Patient()
+        self._metered: tuple[int, object] = (-1, None)  # number of the phase, and the measure
+        self._measured = -float("inf")
         self._beat, self._published, self._answered = 0, -float("inf"), time.monotonic()
         self._heard: dict[int, tuple[int, float, bool]] = {}  # beat, its time, whether it is new
 
@@ -129,6 +133,7 @@ class Watchdog:
         read = -float("inf")
         while not self._is_closed_soon():
             self._arm()
+            self._measure()
             report, time_now = self._report(), time.monotonic()
             if time_now - self._published >= self._period:
                 self._publish(report)
@@ -139,6 +144,19 @@ class Watchdog:
                 if found := self._judge(report):
                     self._write_stacks()
                     processes.leave(ExitCode.HANG, self._sentence(found))
+
+    def _measure(self) -> None:
+        """Beat where what the main thread waits for has moved (`position.metered`)."""
+        now, time_now, measure = position.now, time.monotonic(), position.meter
+        idle = time_now - max(now.since, position.moved, self._measured)
+        if measure is None or idle < position.limit(self._timeout, now.phase) / _MEASURES:
+            return
+        self._measured = time_now
+        if (measured := self._meter.call(measure)) is None:
+            return
+        before, self._metered = self._metered, (now.number, measured)
+        if before[0] == now.number and before[1] != measured:
+            position.beat()
 
     def _is_closed_soon(self) -> bool:
         """Wait until the next look; a process that was stopped meanwhile was not stuck."""

@@ -1,21 +1,23 @@
 """The training loop: steps, logs, held-out losses, saves, and when to stop."""
 
 import contextlib
-import itertools
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxpipe.checkpoint import CheckpointStore
 from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.config import ConfigError
 from jaxpipe.data.batches import DocumentLengths, join_batches
+from jaxpipe.data.read_ahead import PROGRAMS, ReadAhead, failure_of
 from jaxpipe.data.sources import RunData
 from jaxpipe.runtime import position, processes
+from jaxpipe.runtime.command import code_of
 from jaxpipe.runtime.exit_code import ExitCode
 from jaxpipe.runtime.spool import Spool
 from jaxpipe.training.bubble import BubbleMeter
@@ -23,9 +25,9 @@ from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.corruption import CorruptionCheck
 from jaxpipe.training.exports import Exports
 from jaxpipe.training.fused import programs
+from jaxpipe.training.heldout import heldout_loss
 from jaxpipe.training.metrics import MetricsLog
 from jaxpipe.training.progress import Progress
-from jaxpipe.training.rates import host_total
 from jaxpipe.training.recording import RecordingWindow
 from jaxpipe.training.rollback import Failure, can_roll_back, describe_loss, roll_back
 from jaxpipe.training.signals import stop_signals
@@ -34,6 +36,8 @@ from jaxpipe.training.state import State
 from jaxpipe.training.stragglers import Stragglers
 from jaxpipe.training.trainer import Trainer
 from jaxpipe.training.unread import Dispatched, UnreadSteps
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,8 @@ class TrainLoop:
         """Train from a state on; return the exit code, or the step that must not be passed over."""
         trainer, train = self.trainer, self.trainer.config.train
         batches = self.data.train.batches(seen.position, **trainer.sharder.sizes)
+        if isinstance(batches, ReadAhead):
+            batches.kept = PROGRAMS * train.fused_steps
         unread, spent, ran = UnreadSteps(), {}, set()
         meter = BubbleMeter(trainer, self.steps, self.progress.say, self.stragglers.note_ticks)
         was_interrupted = True  # whether something else happened since the last program
@@ -138,25 +144,35 @@ class TrainLoop:
                     return failed
                 window.turn(step)
                 # Unlike the number of the step, the position also grows over a rollback.
-                number = processes.stops_after(seen.position, max(received, default=0))
+                number, failure = max(received, default=0), failure_of(batches, train.steps - step)
+                wanted = 128 + number if number else code_of(failure) if failure else 0
+                code = processes.stops_after(seen.position, wanted)
                 evaluates = self._evaluates_at(step) or self._runs_tasks_at(step)
                 saves_locally = self._saves_locally_at(step)
-                if not (number or evaluates or self._saves_at(step) or saves_locally):
+                if not (code or evaluates or self._saves_at(step) or saves_locally):
                     continue
                 was_interrupted = True
                 if failed := self._log_all_but(0, unread, state):
                     return failed
-                if number or self._saves_at(step) or saves_locally:
+                if code or self._saves_at(step) or saves_locally:
                     with _timed(spent, "save_seconds"):
                         if saves_locally:
                             self._save_locally(step, state, seen)
-                        if number or self._saves_at(step):
+                        if code or self._saves_at(step):
                             self._save(step, state, seen)
-                if number:
-                    name = signal.Signals(number).name
-                    self.progress.say(f"{name}: stopped after step {step}, which is being saved")
-                    return self._end(128 + number, step)
-            return self._end(0, train.steps)
+                if code:
+                    self._say_why(code, step, failure)
+                    return self._end(code, step)
+            return self._end(ExitCode.DONE, train.steps)
+
+    def _say_why(self, code: int, step: int, error: Exception | None) -> None:
+        """Say why the run stops; each process whose data failed says so."""
+        reason = str(error or "data of another process cannot be read")
+        if code > 128:
+            reason = signal.Signals(code - 128).name
+        elif error:
+            print(f"error: {reason}", file=sys.stderr, flush=True)
+        self.progress.say(f"{reason}: stopped after step {step}, which is being saved")
 
     def _evaluates_at(self, step: int) -> bool:
         train = self.trainer.config.train
@@ -196,11 +212,11 @@ class TrainLoop:
             )
             if self._evaluates_at(dispatched.step) and not stops:
                 with _timed(values, "eval_seconds"):
-                    values["eval_loss"] = self._heldout_loss(state)
+                    values["eval_loss"] = self._or_save(dispatched, state, self._heldout_loss)
             if self._runs_tasks_at(dispatched.step) and not stops:
                 position.enter("tasks", dispatched.step)
                 with _timed(values, "evaluate_seconds"):
-                    values |= self._run_tasks(dispatched, state)
+                    values |= self._or_save(dispatched, state, self.tasks)
             if self.log:
                 taken = {f"start_{phase}_seconds": seconds for phase, seconds in start.items()}
                 self.log.write(dispatched.step, values | taken)
@@ -223,10 +239,10 @@ class TrainLoop:
                 )
         return None
 
-    def _run_tasks(self, dispatched: Dispatched, state: State) -> dict[str, float]:
-        """The metrics of the tasks; if they fail, the state is saved before the run ends."""
+    def _or_save(self, dispatched: Dispatched, state: State, evaluate: Callable[[State], T]) -> T:
+        """The result of an evaluation; if it fails, the state is saved before the run ends."""
         try:
-            return self.tasks(state)
+            return evaluate(state)
         except Exception as error:
             if isinstance(error, ConfigError) or not processes.several():  # it fails in all
                 self._save(dispatched.step, state, dispatched.after)
@@ -286,22 +302,8 @@ class TrainLoop:
         )
 
     def _heldout_loss(self, state: State) -> float:
-        """Mean loss over the targets of at most `train.eval_steps` batches [nats]; NaN: no targets.
-
-        It does not depend on how rows are divided into batches and microbatches.
-        """
-        trainer, total, targets = self.trainer, 0.0, 0
-        batches = self.data.heldout.batches(0, **trainer.sharder.sizes)
-        with contextlib.closing(batches):
-            for batch in itertools.islice(batches, trainer.config.train.eval_steps):
-                position.enter("evaluate")
-                loss, counts = self.steps.eval_step(state, trainer.put(batch))
-                count = host_total(counts)
-                total, targets = total + float(loss) * count, targets + count
-        if not targets:
-            self.progress.say("no held-out row has a target: there is no held-out loss")
-            return math.nan
-        return total / targets
+        eval_step, data = self.steps.eval_step, self.data.heldout
+        return heldout_loss(self.trainer, eval_step, data, state, self.progress.say)
 
     def _check(self, step: int, state: State, batch: Any) -> str:
         """What a check of the step finds wrong with the devices; "" if the run goes on."""

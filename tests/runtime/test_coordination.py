@@ -90,9 +90,12 @@ def in_threads(functions):
         assert not thread.is_alive()
 
 
+SIGTERM = 128 + signal.SIGTERM  # the exit code
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_all_stop_after_the_same_step(left, seed):
-    """However far apart they are, whoever gets the signal, and when: also twice, or too late."""
+    """However far apart they are, whoever wants to stop, and when: also twice, or too late."""
     chance = random.Random(seed)
     count, last = chance.choice([2, 3, 5]), 12
     asked = {chance.randrange(count): chance.randint(1, last) for _ in range(chance.randint(1, 2))}
@@ -103,9 +106,9 @@ def test_all_stop_after_the_same_step(left, seed):
         watch.start()
         for step in range(1, last + 1):
             time.sleep(own.choice([0, 0, 0.01]))
-            received = signal.SIGTERM if step >= asked.get(service.index, last + 1) else 0
-            if number := watch.reached(step, received):
-                stops[service.index] = step, number
+            wanted = SIGTERM if step >= asked.get(service.index, last + 1) else 0
+            if code := watch.reached(step, wanted):
+                stops[service.index] = step, code
                 break
         watch.finish()
         assert not watch.is_alive()
@@ -115,7 +118,7 @@ def test_all_stop_after_the_same_step(left, seed):
     assert len(set(stops.values())) <= 1
     assert len(stops) in (0, count)
     if stops:
-        assert stops[0][1] == signal.SIGTERM
+        assert stops[0][1] == SIGTERM
         assert stops[0][0] >= min(asked.values())
 
 
@@ -137,7 +140,7 @@ def test_what_is_gathered_is_in_the_order_of_processes(left):
 @pytest.mark.parametrize(
     ("news", "code", "sentence"),
     [
-        ({"stop": 1067861178}, 3, "asked to stop for signal 1067861178, which is none"),
+        ({"stop": 1067861178}, 3, "asked to stop with exit code 1067861178, which is none"),
         ({"gone": 0, "code": 2, "reason": "a bad id"}, 2, "process 0 ended: a bad id\n"),
         ({"gone": 0, "code": 3, "reason": "out of memory"}, 3, "process 0 ended: out of memory; "),
     ],

@@ -1,7 +1,10 @@
 """Files in an object store, and the messages where one cannot be used."""
 
+import contextlib
+import errno
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +13,10 @@ from commands import SMALL
 from object_store import BUCKET, clear, client, connect, keys, read, s3_server
 
 from jaxpipe.config import ConfigError, load
+from jaxpipe.data import prepare
 from jaxpipe.data.__main__ import main as data
-from jaxpipe.data.token_files import open_documents
-from jaxpipe.runtime import storage
+from jaxpipe.data.token_files import find_prepared_folders, open_documents
+from jaxpipe.runtime import object_stores, remote_output, storage
 from jaxpipe.runtime.directory import locked
 from jaxpipe.runtime.spool import Spool
 
@@ -78,8 +82,16 @@ def test_text_is_prepared_from_a_store_to_a_store(store, capsys):
     assert data([*command, "--workers", "1"]) == 0
     assert order[-1].endswith("prepared/manifest.json")
     assert tokens_of(f"{ROOT}/prepared") == 10  # with the end of the document
+    assert "prepared/unfinished.jsonl" not in keys(store)
+    capsys.readouterr()
+    order.clear()
+    assert data([*command, "--workers", "1"]) == 0  # as for a folder on a disk
+    assert "1 documents, 10 tokens in 1 shards" in capsys.readouterr().out
+    assert not [path for path in order if ".probe-" not in path]
+    put(store, "other/a.txt", b"a file of somebody")
+    command[-1] = f"{ROOT}/other"
     assert data([*command, "--workers", "1"]) == 2
-    assert f"{ROOT}/prepared exists and is not empty" in capsys.readouterr().err
+    assert f"{ROOT}/other exists and is not empty" in capsys.readouterr().err
 
 
 def test_a_spool_begins_with_the_store_and_uploads_what_changes(store):
@@ -167,3 +179,114 @@ def test_no_bucket_and_no_credentials_are_one_sentence_each(store):
     said = refusal(BUCKET, without=("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
     assert said.count("\n") == 1
     assert "credentials" in said
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_copy_that_is_interrupted_goes_on_where_it_stopped(store, monkeypatch):
+    """Files that are there stay, and a part of a file is not read again."""
+    monkeypatch.setattr(object_stores, "_BLOCK", 1000)
+    monkeypatch.setattr(object_stores, "_THREADS", 1)
+    clear(store)
+    contents = {f"tokens/{name}.bin": name.encode() * 3000 for name in "abc"}
+    for name, content in contents.items():
+        put(store, name, content)
+    ranges = []
+
+    def read(address, begin, end, real=object_stores._read):
+        ranges.append((address[-5:], begin))
+        if len(ranges) == 6:
+            raise Killed
+        return real(address, begin, end)
+
+    monkeypatch.setattr(object_stores, "_read", read)
+    with pytest.raises(Killed):
+        storage.local_copy(f"{ROOT}/tokens")
+    folder = storage.local_copy(f"{ROOT}/tokens")
+    assert {f"tokens/{path.name}": path.read_bytes() for path in folder.iterdir()} == contents
+    again = [one for one in ranges if ranges.count(one) > 1]
+    assert again == [("b.bin", 2000), ("b.bin", 2000)]
+    assert len(ranges) == 10
+
+
+def test_an_outage_of_the_store_is_waited_out_by_a_copy(store, monkeypatch):
+    put(store, "tokens/a.bin", b"a" * 100)
+    failures = iter([TimeoutError("timed out"), OSError(errno.EBUSY, "SlowDown")])
+
+    def read(address, begin, end, real=object_stores._read):
+        if error := next(failures, None):
+            raise error
+        return real(address, begin, end)
+
+    monkeypatch.setattr(object_stores, "_read", read)
+    assert (storage.local_copy(f"{ROOT}/tokens") / "a.bin").read_bytes() == b"a" * 100
+
+
+def test_only_the_files_that_are_named_are_copied(store):
+    clear(store)
+    put(store, "model/tokenizer.json", b"{}")
+    put(store, "model/model.safetensors", b"w" * 1000)
+    folder = storage.local_copy(f"{ROOT}/model", "tokenizer.json".__eq__)
+    assert storage.list_files(folder) == ["tokenizer.json"]
+
+
+def test_prepared_folders_are_described_without_their_tokens(store):
+    clear(store)
+    put(store, "texts/a.txt", b"some text")
+    command = ["prepare", f"{ROOT}/texts", "--tokenizer", "bytes", "--out", f"{ROOT}/prepared"]
+    assert data([*command, "--workers", "1"]) == 0
+    (folder,) = find_prepared_folders(f"{ROOT}/prepared")
+    copied = storage.list_files(folder)
+    assert "manifest.json" in copied
+    assert not [name for name in copied if name.endswith((".bin", ".idx"))]
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_a_preparation_into_a_store_continues_after_a_kill(store, monkeypatch, tmp_path, where):
+    """On the same machine and on another one; shards are in the store before the end."""
+    clear(store)
+    (tmp_path / "texts").mkdir()
+    for name in "abcd":
+        (tmp_path / f"texts/{name}.txt").write_text(name * 100)
+    words = [
+        "prepare",
+        str(tmp_path / "texts"),
+        "--tokenizer",
+        "bytes",
+        "--out",
+        f"{ROOT}/prepared",
+    ]
+    words += ["--workers", "1", "--piece", "100B"]
+    monkeypatch.setattr(remote_output, "_PERIOD", 0.05)
+    synced, continued, real = [], [], prepare.open_journal
+
+    def fsync(file):
+        synced.append(file)
+        if len(synced) == 2:
+            end = time.monotonic() + 20
+            while "prepared/unfinished.jsonl" not in keys(store) and time.monotonic() < end:
+                time.sleep(0.05)
+            time.sleep(0.5)
+            raise Killed
+
+    monkeypatch.setattr(prepare.os, "fsync", fsync)
+    with pytest.raises(Killed):
+        data(words)
+    monkeypatch.undo()
+    connect(store, tmp_path / where if where == "elsewhere" else tmp_path, monkeypatch)
+    assert "prepared/000000.bin" in keys(store)
+    assert "prepared/manifest.json" not in keys(store)
+
+    @contextlib.contextmanager
+    def noted(*arguments):
+        with real(*arguments) as (file, done):
+            continued.extend(done)
+            yield file, done
+
+    monkeypatch.setattr(prepare, "open_journal", noted)
+    assert data(words) == 0
+    assert 0 in continued
+    assert tokens_of(f"{ROOT}/prepared") == 404
+    assert "prepared/unfinished.jsonl" not in keys(store)
