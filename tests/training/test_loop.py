@@ -45,6 +45,7 @@ class Recorder:
     fingerprint = "none"
     samples_per_step = SAMPLES
     state_shapes = SimpleNamespace(optimizer=None)
+    carried = {}  # noqa: RUF012
 
     def __init__(self, directory, *overrides, losses=None, signal_at=None):
         self.directory, self.losses, self.signal_at = directory, losses or {}, signal_at
