@@ -11,6 +11,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, partial
@@ -73,13 +74,14 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         """
         template = _compile(self._source(bool(tools)))
         render = partial(_render, template.template, self._variables(tools))
-        text = render([message.values for message in messages])
-        check_written(
-            messages, tools, text,
-            lambda messages, tools: _render(template.template, self._variables(tools), messages),
-        )  # fmt: skip
-        find = _passages_by_tag if template.has_generation_tag else _passages_by_prefixes
-        return [passage for passage in find(messages, text, render) if passage[0]]
+        with _within_limits():
+            text = render([message.values for message in messages])
+            check_written(
+                messages, tools, text,
+                lambda some, tools: _render(template.template, self._variables(tools), some),
+            )  # fmt: skip
+            find = _passages_by_tag if template.has_generation_tag else _passages_by_prefixes
+            return [passage for passage in find(messages, text, render) if passage[0]]
 
     def prompt(self, messages: list[ChatMessage]) -> str:
         """Write a conversation up to where the text of the assistant's next message begins.
@@ -88,7 +90,8 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         """
         template = _compile(self._source(has_tools=False)).template
         values = [message.values for message in messages]
-        text = _render(template, self._variables([]), values, generation_prompt=True)
+        with _within_limits():
+            text = _render(template, self._variables([]), values, generation_prompt=True)
         return _MARKS.sub("", text)
 
     def _variables(self, tools: list[Any]) -> dict[str, Any]:
@@ -105,6 +108,18 @@ class _Renderer(Protocol):
     def __call__(self, messages: list[dict[str, Any]], generation_prompt: bool = False) -> str: ...
 
 
+@contextmanager
+def _within_limits() -> Iterator[None]:
+    """Raise `ValueError` where the body takes more time or memory than a conversation may."""
+    try:
+        with bounded(_SECONDS, _MEMORY):
+            yield
+    except (TimeoutError, MemoryError) as error:
+        raise ValueError(
+            f"the chat template takes too much for a conversation ({first_line(error)})"
+        ) from error
+
+
 def _render(
     template: Any,
     variables: dict[str, Any],
@@ -113,12 +128,13 @@ def _render(
 ) -> str:
     """Return the text of messages. Raises `ValueError` where the template raises anything."""
     try:
-        with bounded(_SECONDS, _MEMORY):
-            return template.render(
-                messages=messages,
-                add_generation_prompt=generation_prompt,
-                **variables,
-            )
+        return template.render(
+            messages=messages,
+            add_generation_prompt=generation_prompt,
+            **variables,
+        )
+    except (TimeoutError, MemoryError):  # limits of the whole conversation
+        raise
     except Exception as error:  # templates raise TemplateError, and what their expressions raise
         raise ValueError(
             f"the chat template refuses its first {len(messages)} messages ({first_line(error)})"
