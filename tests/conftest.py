@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from fnmatch import fnmatchcase
 
 import pytest
@@ -28,6 +29,14 @@ def _compiled_programs():
     """Drop a file's compiled programs: thousands of them exhaust the memory maps of a process."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def hangup_stops():
+    """Restore what SIGHUP does by default, which `nohup` changes for this process and its own."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies `-m "not slow"`

@@ -15,6 +15,8 @@ from commands import SMALL, complete, losses, start, train_command
 
 from jaxpipe import train
 
+pytestmark = pytest.mark.usefixtures("hangup_stops")
+
 KILLS = int(os.environ.get("JAXPIPE_KILLS", "3"))  # more for a longer trial
 ONE_RANK = ["parallel.pp=1", "parallel.dp=1", "train.microbatch_size=2", "train.eval_every=0"]
 

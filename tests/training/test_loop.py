@@ -22,6 +22,8 @@ from jaxpipe.training.start import DataPosition
 from jaxpipe.training.state import State
 from jaxpipe.training.step_guard import StepGuard
 
+pytestmark = pytest.mark.usefixtures("hangup_stops")
+
 SAMPLES = 8  # in a step of `SMALL`
 
 
