@@ -16,8 +16,8 @@ function colourOf(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
-function colourOfRank(rank, ranks) { // purple to yellow-green, light enough for both themes
-  return `hsl(${280 - (220 * rank) / Math.max(1, ranks - 1)} 65% 52%)`;
+function colourOfRank(rank, ranks) { // purple to green, which both themes show
+  return `hsl(${280 - (170 * rank) / Math.max(1, ranks - 1)} 65% 46%)`;
 }
 
 function significant(value, digits = 3) {

@@ -1,6 +1,7 @@
 // The page of a run: one chart for each panel, over the steps that all charts show.
 const main = document.getElementById("main");
-element(main, "p", "+ − zoom · ← → pan · 0 all · wheel, drag", {className: "soft"});
+data.summary.forEach((text) => element(main, "p", text));
+element(main, "p", "+ − zoom · ← → pan · 0 all · wheel, drag · heights fit all steps but the first 5 % in view", {className: "soft"});
 if (!data.panels.length) element(main, "p", "no step is logged");
 let pointed = null; // the step under the pointer
 const charts = [];
@@ -17,7 +18,10 @@ function inView({points}) {
 function drawPanel(context, chart, {series}) {
   const lines = series.map(inView), values = lines.flat().map(([, value]) => value);
   const low = values.reduce((a, b) => Math.min(a, b), Infinity);
-  const high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+  // The first steps of a run are so high that the others would be a flat line: they are cut off.
+  const settled = view.from + 0.05 * (view.to - view.from);
+  const later = values.length > 40 ? lines.flat().filter(([step]) => step >= settled).map(([, value]) => value) : [];
+  const high = (later.length ? later : values).reduce((a, b) => Math.max(a, b), -Infinity);
   const room = 0.05 * (high - low) || Math.abs(high) / 10 || 1, bottom = chart.height - 20;
   if (!values.length) return;
   const y = chart.vertical(context, low - room, high + room, bottom, "");

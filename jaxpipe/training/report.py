@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jaxpipe.planning.page import write_page
 from jaxpipe.runtime.storage import AnyPath, open_path
-from jaxpipe.training.status import check_directory, records
+from jaxpipe.training.status import check_directory, records, status
 
 _BUCKETS = 2000  # of a series; a screen has about as many columns
 
@@ -20,6 +20,7 @@ class _Panel(NamedTuple):
 
 _PANELS = (
     _Panel("loss", ("loss", "eval_loss", "mtp_loss")),
+    _Panel("learning rate", ("lr",)),
     _Panel("gradient norm", ("grad_norm",)),
     _Panel("tokens/s", ("tokens_per_second",)),
     _Panel("step [s]", ("step_seconds", "data_seconds")),
@@ -68,7 +69,7 @@ def report_data(directory: AnyPath) -> dict[str, Any]:
         for panel, series in zip(_PANELS, found)
         if series
     ]
-    return {"steps": last, "panels": panels}
+    return {"steps": last, "panels": panels, "summary": status(str(directory)).splitlines()}
 
 
 def _thin(points: list[list[float]]) -> list[list[float]]:

@@ -2,8 +2,9 @@
 
 import itertools
 import json
+import tomllib
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from jaxpipe.checkpoint.listing import list_steps
@@ -82,7 +83,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _step(directory: AnyPath) -> Iterator[str]:
-    """The last step that is logged."""
+    """The last step that is logged, of how many, and the time that the rest takes."""
     path, newest = directory / "metrics.jsonl", None
     if path.exists():
         with open_binary(path) as file:
@@ -94,7 +95,19 @@ def _step(directory: AnyPath) -> Iterator[str]:
         return
     step, loss, seconds = map(newest.get, ("step", "loss", "step_seconds"))
     words = "not finite" if loss is None else f"{loss:.4f}"
-    yield f"step {step}: loss {words}, {seconds or 0.0:.3f} s a step"
+    line = f"step {step}: loss {words}, {seconds or 0.0:.3f} s a step"
+    if total := _steps_of(directory):
+        left = timedelta(seconds=round((seconds or 0.0) * max(total - step, 0)))
+        line += f", {total} steps in all: about {left} to go" if step < total else ", the last"
+    yield line
+
+
+def _steps_of(directory: AnyPath) -> int | None:
+    """`train.steps` of the newest start; None where its config.toml cannot be read."""
+    try:
+        return int(tomllib.loads((directory / "config.toml").read_text())["train"]["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _saved(directory: AnyPath) -> Iterator[str]:

@@ -48,6 +48,18 @@ def test_every_number_of_the_log_is_in_the_page(tmp_path, capsys):
     }  # fmt: skip
 
 
+def test_the_page_has_the_state_of_the_run_and_its_learning_rate(tmp_path):
+    run_of(tmp_path, [{"step": 1, "loss": 5.5, "lr": 0.25, "step_seconds": 0.5}])
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 3\n")
+    write_report(tmp_path)
+    assert panels(tmp_path)["learning rate"] == {"lr": [[1, 0.25]]}
+    summary = embedded(tmp_path / "report.html")["summary"]
+    assert summary[0].startswith(
+        "step 1: loss 5.5000, 0.500 s a step, 3 steps in all: about 0:00:01"
+    )
+    assert "no checkpoint" in summary
+
+
 def test_a_long_run_keeps_its_spikes(tmp_path):
     losses = [2.0 + 7.0 * (step == 7003) - (step == 9001) for step in range(1, 10_001)]
     run_of(tmp_path, [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)])

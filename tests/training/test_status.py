@@ -149,3 +149,12 @@ def test_a_run_whose_last_loss_is_not_finite(tmp_path):
         line = b'{"step": 3, "loss": null, "step_seconds": 0.5}\n'
         (tmp_path / "metrics.jsonl").write_bytes(line + rest)
     assert status(tmp_path).startswith("step 3: loss not finite, 0.500 s a step")
+
+
+def test_the_steps_of_the_run_and_what_is_left(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 30, "loss": 2.0, "step_seconds": 0.5}\n')
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 150\n")
+    assert "0.500 s a step, 150 steps in all: about 0:01:00 to go\n" in status(tmp_path)
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 30\n")
+    assert "150 steps" not in status(tmp_path)
+    assert "0.500 s a step, the last\n" in status(tmp_path)
