@@ -108,3 +108,14 @@ def test_a_pipe_that_is_not_the_output_is_an_error(capsys):
 
     assert command.run(fail) not in (0, 128 + 13)
     assert "Broken pipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["train", "plan", "data", "checkpoint"])
+def test_a_python_without_the_packages_is_one_sentence(name):
+    made = subprocess.run(
+        [sys.executable, "-S", "-m", f"jaxpipe.{name}", "CONFIG"],
+        capture_output=True, text=True, cwd=ROOT, env={"PATH": ""}, check=False,
+    )  # fmt: skip
+    assert made.returncode == 1
+    assert made.stderr.startswith("error: this Python lacks the packages of jaxpipe")
+    assert made.stderr.count("\n") == 1
