@@ -129,10 +129,9 @@ def run_with_outages(tmp_path, tokens, outages, faster, steps):
         0
     ] * 4
     group = start_all(4, command(tokens, run, steps, *more), disk.environment)
-    wait_for_step(run, 10)
-    for part, error, seconds, process in outages:
+    for number, (part, error, seconds, process) in enumerate(outages):
+        wait_for_step(run, 5 + 20 * number)
         disk.fail_for(part, error, seconds, process)
-        time.sleep(1.0)
     found = ends(group, 600)
     assert [code for code, _ in found] == [0] * 4, "\n".join(output for _, output in found)
     assert losses(run) == losses(quiet)
@@ -142,14 +141,14 @@ def run_with_outages(tmp_path, tokens, outages, faster, steps):
 
 @pytest.mark.slow
 def test_ten_outages_change_nothing(tmp_path, tokens):
-    found = run_with_outages(tmp_path, tokens, TEN, 10, 3000)
+    found = run_with_outages(tmp_path, tokens, TEN, 10, 220)
     assert "does not answer" in "".join(output for _, output in found)
 
 
 @pytest.mark.slow
 def test_an_outage_in_real_time(tmp_path, tokens):
     outages = [("tokens", "ESTALE", 30, "1"), ("checkpoints", "EIO", 30, None)]
-    run_with_outages(tmp_path, tokens, outages, 1, 3000)
+    run_with_outages(tmp_path, tokens, outages, 1, 60)
 
 
 @pytest.mark.slow
