@@ -79,21 +79,22 @@ def _find_places(whole: tuple[Values, list[Any]]) -> Iterator[_Place]:
                 yield _Place(0, number, (key,))
                 continue
             for at, call in enumerate(value):
-                for path in _function_paths(call, "name", "arguments"):
+                for path in _function_paths(call, "arguments", "name"):
                     yield _Place(0, number, (key, at, *path))
     for number, tool in enumerate(whole[1]):
-        for path in _function_paths(tool, "name", "description"):
+        for path in _function_paths(tool, "name"):
             yield _Place(1, number, path)
 
 
 def _function_paths(value: Any, *keys: str) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of those keys of a tool or a call that are not empty."""
+    """Yield the path of the first of those keys of a tool or a call that is not empty."""
     function, path = value, ()
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         function, path = value["function"], ("function",)
     for key in keys:
         if isinstance(function, dict) and function.get(key):
             yield (*path, key)
+            return
 
 
 def _is_written(

@@ -86,7 +86,7 @@ def open_fast_llm_index(path: Path, version: int) -> BareShard:
         code, documents, _ = struct.unpack_from("<BQQ", content, at + version - 1)
         at += version - 1 + struct.calcsize("<BQQ")
         if version == 3 and flags[1]:
-            raise ConfigError(f"{index}, by Fast-LLM, has preference spans, {_NO_PAIRS}.")
+            raise ConfigError(f"{index}, version 3 by Fast-LLM, has preference spans, {_NO_PAIRS}.")
         if code not in TYPES:
             raise ConfigError(f"{index} has ids of type {code}, no integer: write it again.")
         dtype = np.dtype(TYPES[code])

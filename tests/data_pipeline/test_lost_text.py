@@ -68,9 +68,6 @@ LOST: dict[str, tuple[str, dict[str, Any], str]] = {
     "a tool": (
         CALLS, {"messages": [USER, YO], "tools": [tool("f")]}, r"its tool 1: .* function\.name$",
     ),
-    "its description": (
-        CALLS, {"messages": [SYSTEM, USER, YO], "tools": [tool("f")]}, r"tool 1: .*\.description$",
-    ),
     "reasoning in the user's turn": (
         THINKING, {"messages": [USER | {"reasoning_content": "R"}, YO]}, "1: .*its reasoning_conte",
     ),
@@ -106,6 +103,11 @@ WRITTEN: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "blanks": (FIRST_SYSTEM, [USER | {"content": " \n"}, YO], "[U]YO"),
     "nothing": (ROLES, [USER, {"role": "tool", "content": ""}, YO], "[user]hiyo"),
     "calls": (CALLS, [USER, says("", tool_calls=[call("f", a=1), call("g")])], 'hif{"a": 1}g{}'),
+    "arguments alone": (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}",
+        [USER, says("", tool_calls=[call("f", a=1)])], 'hi{"a": 1}',
+    ),
     "null beside calls": (CALLS, [USER, says(None, tool_calls=[call("f", a=None)])],
                           'hif{"a": null}'),
     "earlier reasoning": (
