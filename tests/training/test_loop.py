@@ -22,7 +22,7 @@ from jaxpipe.training.start import DataPosition
 from jaxpipe.training.state import State
 from jaxpipe.training.step_guard import StepGuard
 
-pytestmark = pytest.mark.usefixtures("hangup_stops")
+pytestmark = pytest.mark.usefixtures("hangup_stops", "new_run")
 
 SAMPLES = 8  # in a step of `SMALL`
 
@@ -137,6 +137,12 @@ class Events(list):
             os.kill(os.getpid(), self.number)
 
 
+@pytest.fixture
+def new_run():
+    """Let a run be the first of this process, as that of a command is: it reports its start."""
+    position.restart()
+
+
 def test_a_step_is_dispatched_before_the_one_before_it_is_read(tmp_path):
     """But for the second: what the first log loads would count as its time."""
     recorder = Recorder(tmp_path, "train.steps=4", "checkpoint.every=0")
@@ -152,7 +158,6 @@ def test_a_step_is_dispatched_before_the_one_before_it_is_read(tmp_path):
 
 
 def test_the_first_step_logs_the_time_from_the_command_by_phase(tmp_path):
-    position.restart()
     position.enter("plan")
     recorder = Recorder(tmp_path, "train.steps=3", "checkpoint.every=0")
     assert recorder.run() == 0
@@ -189,7 +194,9 @@ def test_a_signal_dispatches_no_more(tmp_path, when):
     assert recorder.order("dispatch")[-1] == ("dispatch", 3)
     assert recorder.order("read", "save")[-2:] == [("read", 3), ("save", 3)]
     assert recorder.position == 3 * SAMPLES
-    assert recorder.order("say") == [("say", "SIGTERM: stopped after step 3, which is being saved")]
+    started, stopped = [message for _, message in recorder.order("say")]
+    assert started.startswith("first step after ")
+    assert stopped == "SIGTERM: stopped after step 3, which is being saved"
     assert [line["step"] for line in recorder.lines()] == [1, 2, 3]
 
 
