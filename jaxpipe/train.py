@@ -104,7 +104,7 @@ class _OfRun(argparse.Action):
         from jaxpipe.training.status import status
 
         read = {"status": status, "report": write_report}[self.dest]
-        print(read(values))
+        print(configs.mask_secrets(read(values)))
         parser.exit()
 
 

@@ -1,8 +1,12 @@
 // The page of a run: one chart for each panel, over the steps that all charts show.
 const main = document.getElementById("main");
 data.summary.forEach((text) => element(main, "p", text));
+if (data.config) {
+  const folded = element(main, "details");
+  element(folded, "summary", "configuration");
+  element(folded, "pre", data.config);
+}
 element(main, "p", "+ − zoom · ← → pan · 0 all · wheel, drag · heights fit all steps but the first 5 % in view", {className: "soft"});
-if (!data.panels.length) element(main, "p", "no step is logged");
 let pointed = null; // the step under the pointer
 const charts = [];
 const redraw = oncePerFrame(() => charts.forEach((chart) => chart.draw()));

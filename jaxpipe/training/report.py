@@ -1,11 +1,12 @@
 """The numbers of a run as one self-contained HTML file, from its metrics.jsonl."""
 
-from pathlib import Path
+from datetime import timedelta
 from typing import Any, NamedTuple
 
+from jaxpipe.config import mask_secrets
 from jaxpipe.planning.page import write_page
 from jaxpipe.runtime.storage import AnyPath, open_path
-from jaxpipe.training.status import check_directory, records, status
+from jaxpipe.training.status import check_directory, config_of, name_of, records, status
 
 _BUCKETS = 2000  # of a series; a screen has about as many columns
 
@@ -39,20 +40,22 @@ def write_report(run_dir: str) -> str:
     directory = open_path(run_dir)
     check_directory(directory)
     path = directory / "report.html"
-    title = f"run {Path(run_dir).resolve().name}"
+    title = f"run {name_of(directory)}"
     write_page(path, title, "jaxpipe.training", "report.js", report_data(directory))
     return f"wrote {path}: open it in a browser"
 
 
 def report_data(directory: AnyPath) -> dict[str, Any]:
-    """Return what the page shows: panels of series, whose points are `[step, value]`.
+    """Return what the page shows: the run's state, its config.toml, and panels of series.
 
-    A metric that is a list has a series per index. A series of many steps keeps the least and the
-    greatest value of every `ceil(steps / 2000)` steps, so a spike stays visible.
+    A series has points `[step, value]`. A metric that is a list has a series per index. A series of
+    many steps keeps the least and the greatest value of every `ceil(steps / 2000)` steps, so a
+    spike stays visible.
     """
-    found, last = [dict[str, list[list[float]]]() for _ in _PANELS], 0
+    found, last, seconds = [dict[str, list[list[float]]]() for _ in _PANELS], 0, 0.0
     for record in records(directory):
         last = record["step"]
+        seconds += record.get("step_seconds") or 0.0
         for panel, series in zip(_PANELS, found):
             for metric in panel.metrics:
                 value = record.get(metric)
@@ -69,7 +72,11 @@ def report_data(directory: AnyPath) -> dict[str, Any]:
         for panel, series in zip(_PANELS, found)
         if series
     ]
-    return {"steps": last, "panels": panels, "summary": status(str(directory)).splitlines()}
+    summary = status(str(directory)).splitlines()
+    if seconds:
+        summary.append(f"the logged steps took {timedelta(seconds=round(seconds))} in all")
+    about = mask_secrets({"summary": summary, "config": config_of(directory)})
+    return about | {"steps": last, "panels": panels}
 
 
 def _thin(points: list[list[float]]) -> list[list[float]]:

@@ -5,6 +5,7 @@ import json
 import tomllib
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 from jaxpipe.checkpoint.listing import list_steps
@@ -20,7 +21,7 @@ _RECENT = 20.0  # seconds since the last report of a process that still runs
 
 
 def status(run_dir: str) -> str:
-    """Lines on the last step, the checkpoints, every process, profiles, and stacks of hangs.
+    """Lines on the run's name, the last step, checkpoints, processes, profiles and hangs.
 
     It reads no lock and asks no process, so it does not disturb the run. A process whose host's
     clock differs by more than 20 seconds from this one's may be described wrongly.
@@ -30,8 +31,33 @@ def status(run_dir: str) -> str:
     """
     directory = open_path(run_dir)
     check_directory(directory)
-    lines = [*_step(directory), *_saved(directory), *_running(directory)]
-    return "\n".join([*lines, *recordings(directory)])
+    lines = [f"run {name_of(directory)}, in {directory}", *_step(directory), *_saved(directory)]
+    return "\n".join([*lines, *_running(directory), *recordings(directory)])
+
+
+def config_of(directory: AnyPath) -> str:
+    """The config.toml of a run's newest start; "" where it cannot be read."""
+    try:
+        return (directory / "config.toml").read_text()
+    except (OSError, ValueError):
+        return ""
+
+
+def _settings(directory: AnyPath) -> dict[str, Any]:
+    """The settings of `config_of`; empty where they are damaged."""
+    try:
+        return tomllib.loads(config_of(directory))
+    except tomllib.TOMLDecodeError:
+        return {}
+
+
+def name_of(directory: AnyPath) -> str:
+    """The name of a run: the last folder of its run.dir, else of the directory."""
+    try:
+        configured = Path(_settings(directory)["run"]["dir"]).name
+    except (KeyError, TypeError):
+        configured = ""
+    return configured or Path(str(directory)).resolve().name
 
 
 def check_directory(directory: AnyPath) -> None:
@@ -83,7 +109,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _step(directory: AnyPath) -> Iterator[str]:
-    """The last step that is logged, of how many, and the time that the rest takes."""
+    """The last step that is logged, of how many, its tokens, and the time that the rest takes."""
     path, newest = directory / "metrics.jsonl", None
     if path.exists():
         with open_binary(path) as file:
@@ -96,6 +122,8 @@ def _step(directory: AnyPath) -> Iterator[str]:
     step, loss, seconds = map(newest.get, ("step", "loss", "step_seconds"))
     words = "not finite" if loss is None else f"{loss:.4f}"
     line = f"step {step}: loss {words}, {seconds or 0.0:.3f} s a step"
+    if tokens := newest.get("tokens_seen"):
+        line += f", {tokens:,} tokens so far"
     if total := _steps_of(directory):
         left = timedelta(seconds=round((seconds or 0.0) * max(total - step, 0)))
         line += f", {total} steps in all: about {left} to go" if step < total else ", the last"
@@ -103,17 +131,20 @@ def _step(directory: AnyPath) -> Iterator[str]:
 
 
 def _steps_of(directory: AnyPath) -> int | None:
-    """`train.steps` of the newest start; None where its config.toml cannot be read."""
+    """`train.steps` of the newest start; None where its settings lack it."""
     try:
-        return int(tomllib.loads((directory / "config.toml").read_text())["train"]["steps"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(_settings(directory)["train"]["steps"])
+    except (ValueError, KeyError, TypeError):
         return None
 
 
 def _saved(directory: AnyPath) -> Iterator[str]:
-    steps = list_steps(directory / "checkpoints")
-    listed = ", ".join(map(str, steps[-5:]))
-    yield f"checkpoints: {listed}" if steps else "no checkpoint"
+    checkpoints = directory / "checkpoints"
+    if steps := list_steps(checkpoints):
+        listed = ", ".join(map(str, steps[-5:]))
+        yield f"checkpoints: {listed}; the newest is {checkpoints / str(steps[-1])}"
+    else:
+        yield "no checkpoint"
 
 
 def _running(directory: AnyPath) -> Iterator[str]:

@@ -48,16 +48,24 @@ def test_every_number_of_the_log_is_in_the_page(tmp_path, capsys):
     }  # fmt: skip
 
 
-def test_the_page_has_the_state_of_the_run_and_its_learning_rate(tmp_path):
-    run_of(tmp_path, [{"step": 1, "loss": 5.5, "lr": 0.25, "step_seconds": 0.5}])
-    (tmp_path / "config.toml").write_text("[train]\nsteps = 3\n")
+def test_the_page_has_the_state_of_the_run_its_configuration_and_its_learning_rate(tmp_path):
+    step = {"loss": 5.5, "lr": 0.25, "step_seconds": 30.5}
+    run_of(tmp_path, [{"step": n, **step, "tokens_seen": 700 * n} for n in (1, 2)])
+    settings = '[train]\nsteps = 3\n[run]\ndir = "/runs/first"\n[data]\npath = "http://{}host/x"\n'
+    (tmp_path / "config.toml").write_text(settings.format("me:word@"))
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     write_report(tmp_path)
-    assert panels(tmp_path)["learning rate"] == {"lr": [[1, 0.25]]}
-    summary = embedded(tmp_path / "report.html")["summary"]
-    assert summary[0].startswith(
-        "step 1: loss 5.5000, 0.500 s a step, 3 steps in all: about 0:00:01"
-    )
-    assert "no checkpoint" in summary
+    assert panels(tmp_path)["learning rate"] == {"lr": [[1, 0.25], [2, 0.25]]}
+    page = embedded(tmp_path / "report.html")
+    assert page["summary"] == [
+        f"run first, in {tmp_path}",
+        "step 2: loss 5.5000, 30.500 s a step, 1,400 tokens so far, 3 steps in all: about 0:00:30 "
+        "to go",
+        f"checkpoints: 1; the newest is {tmp_path / 'checkpoints' / '1'}",
+        "the logged steps took 0:01:01 in all",
+    ]
+    assert page["config"] == settings.format("***@")
+    assert "<title>run first</title>" in (tmp_path / "report.html").read_text()
 
 
 def test_a_long_run_keeps_its_spikes(tmp_path):
@@ -80,9 +88,16 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("records", [STEPS, []], ids=["steps", "none"])
 def test_a_browser_shows_it(tmp_path, records):
-    write_report(run_of(tmp_path, records))
+    run_of(tmp_path, records)
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 3\n")
+    write_report(tmp_path)
     with opened(tmp_path / "report.html") as page:
         page.wait_for_timeout(100)
+        settings = page.get_by_text("steps = 3")
+        assert not settings.is_visible()
+        page.get_by_text("configuration").click()
+        assert settings.is_visible()
+        page.get_by_text("configuration").click()
         assert page.locator("canvas").count() == (5 if records else 0)
         if not records:
             assert page.get_by_text("no step is logged").is_visible()

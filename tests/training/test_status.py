@@ -56,8 +56,8 @@ def test_a_run_that_is_over(tmp_path, capsys):
         train.main(["--status", str(tmp_path)])
     assert ended.value.code == 0
     found = capsys.readouterr().out
-    assert found.startswith("step 2: loss ")
-    assert "checkpoints: 2\n" in found
+    assert found.startswith(f"run {tmp_path.name}, in {tmp_path}\nstep 2: loss ")
+    assert f"checkpoints: 2; the newest is {tmp_path / 'checkpoints' / '2'}\n" in found
     assert "has ended at" in found
     stacks = next(iter(tmp_path.glob("processes/*.json"))).read_text().split('"started":"')[1]
     folder = tmp_path / "hangs" / stacks.split('"')[0]
@@ -133,7 +133,7 @@ def test_only_the_end_of_a_log_is_read(tmp_path, monkeypatch):
             return super().read(size)
 
     monkeypatch.setattr(status_module, "open_binary", Counting)
-    assert status(tmp_path).startswith("step 100000: loss 2.0000")
+    assert "\nstep 100000: loss 2.0000" in status(tmp_path)
     assert sum(reads) <= 2000
     log_path = tmp_path / "metrics.jsonl"
     with MetricsLog(tmp_path, last_step=99_990) as log:
@@ -148,7 +148,7 @@ def test_a_run_whose_last_loss_is_not_finite(tmp_path):
     for rest in (b"", b"7", b"\xff"):
         line = b'{"step": 3, "loss": null, "step_seconds": 0.5}\n'
         (tmp_path / "metrics.jsonl").write_bytes(line + rest)
-    assert status(tmp_path).startswith("step 3: loss not finite, 0.500 s a step")
+    assert "\nstep 3: loss not finite, 0.500 s a step" in status(tmp_path)
 
 
 def test_the_steps_of_the_run_and_what_is_left(tmp_path):
@@ -158,3 +158,13 @@ def test_the_steps_of_the_run_and_what_is_left(tmp_path):
     (tmp_path / "config.toml").write_text("[train]\nsteps = 30\n")
     assert "150 steps" not in status(tmp_path)
     assert "0.500 s a step, the last\n" in status(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [('[run]\ndir = "/runs/first"', "first"), ('[run]\ndir = "."', ""), ("[run", ""), ("", "")],
+)
+def test_the_name_of_a_run_is_that_of_its_configured_folder(tmp_path, settings, name):
+    """Also after the folder was moved; that of the folder where no other is known."""
+    (tmp_path / "config.toml").write_text(settings)
+    assert status(tmp_path).startswith(f"run {name or tmp_path.name}, in {tmp_path}\n")
