@@ -1,5 +1,6 @@
 """Which candidate to take, and what to change for a smaller bubble."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,11 +8,14 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from jaxpipe.config import Config
-from jaxpipe.planning.candidates import arrange_variant
+from jaxpipe.planning.candidates import arrange_variant, sizes_of, variant_of
 from jaxpipe.planning.estimate import Estimate, estimate
-from jaxpipe.schedule import ScheduleError
+from jaxpipe.planning.resolve import RunPlan
+from jaxpipe.runtime.environment import usable_share
+from jaxpipe.schedule import FAMILIES, ScheduleError, simulate
 
 _TRIES = 6
+_CLEAR_GAIN = 0.05  # of the scan's time
 
 
 @dataclass(frozen=True)
@@ -100,3 +104,35 @@ def _advise_on_bubble(config: Config, best: Estimate, bubble: float) -> str:
         f"({now:.1%}): its ranks' stages differ, or the scan costs it; try parallel.layer_split "
         f"or another schedule."
     )
+
+
+def advise_on_in_flight(plan: RunPlan) -> str | None:
+    """The `parallel.in_flight` that clearly lowers a plan's bubble and fits in memory, if any.
+
+    The sentence gives the bubble of the scan for ops of equal time. A search for another order, and
+    so a family that is searched, would take too long before a run.
+    """
+    own = variant_of(plan.config)
+    family, now = FAMILIES[own.family], _bubble(plan)
+    if family.is_searched:
+        return None
+    usable = (plan.devices.memory or math.inf) * usable_share()
+    found = []
+    for variant in family.variants(family.name, sizes_of(plan.config)):
+        if variant != own and variant._replace(in_flight=None) == own:
+            with contextlib.suppress(ScheduleError):  # forbidden by sizes
+                ahead = arrange_variant(plan.config, plan.devices, variant, plan.seconds)
+                found.append((_bubble(ahead), ahead))
+    for bubble, ahead in sorted(found, key=lambda one: one[0]):
+        if bubble < now - _CLEAR_GAIN and ahead.memory.total <= usable:
+            live, before = (one.tables.slots.for_w for one in (ahead, plan))
+            return (
+                f"parallel.in_flight={ahead.config.parallel.in_flight} makes it {bubble:.1%}, "
+                f"with up to {live} live microbatches per rank (now {before})"
+            )
+    return None
+
+
+def _bubble(plan: RunPlan) -> float:
+    """The idle share of the scan, for ops of equal time."""
+    return simulate(plan.schedule, lockstep=plan.lockstep).bubble_scan

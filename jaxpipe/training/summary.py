@@ -11,6 +11,7 @@ from rich.text import Text
 from jaxpipe.config import Config
 from jaxpipe.config.units import readable_bytes
 from jaxpipe.pipeline.buffers import HOST
+from jaxpipe.planning.advice import advise_on_in_flight
 from jaxpipe.schedule import SimulationReport, Tables, draw_timeline, simulate
 from jaxpipe.training.trainer import Trainer
 
@@ -61,6 +62,7 @@ def _run_table(trainer: Trainer, tables: Tables, report: SimulationReport) -> Ta
             f"{report.bubble_scan:.1%} (bubble, for equal op times); "
             f"{report.bubble_global:.1%} if ranks ran asynchronously"
         ),
+        **({"less idle time": advice} if (advice := advise_on_in_flight(trainer.plan)) else {}),
         "learning rate": _learning_rate(config),
         **({"experts": trainer.grouped.note} if trainer.grouped.note else {}),
     }.items():
