@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from jaxpipe.bench import clockwork, correct, ops, report, step, train
 from jaxpipe.bench.processes import BenchError
-from jaxpipe.config.arguments import parse_commands
+from jaxpipe.config.arguments import Parser, parse_commands
 from jaxpipe.runtime import command
 
 _COMMANDS = {
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m jaxpipe.bench",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -37,7 +37,7 @@ from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.checkpoint.write_config import write_config
 from jaxpipe.config import mask_secrets
-from jaxpipe.config.arguments import SETTINGS, parse_commands
+from jaxpipe.config.arguments import SETTINGS, Parser, parse_commands
 from jaxpipe.config.paths import any_path
 from jaxpipe.config.units import parse_bytes
 from jaxpipe.model import FAMILIES
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m jaxpipe.checkpoint",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

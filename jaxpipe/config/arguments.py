@@ -4,11 +4,12 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import get_type_hints
+from typing import NoReturn, get_type_hints
 
 from jaxpipe.config.errors import ConfigError
 from jaxpipe.config.foreign import meaning
 from jaxpipe.config.paths import any_path
+from jaxpipe.config.secrets import mask_secrets
 from jaxpipe.config.sections import Config
 from jaxpipe.model import FAMILIES, ModelConfig
 
@@ -23,12 +24,20 @@ SETTINGS = (
 MODEL = "a run's directory, one of its checkpoints, or a model's directory from Hugging Face"
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, with the secrets of addresses masked in its errors."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with a message."""
+        super().error(mask_secrets(message))
+
+
 def parser_of(
     command: str,
     doc: str,
     example: str = "configs/quickstart.toml",
     paths: Mapping[str, str] | None = None,
-) -> argparse.ArgumentParser:
+) -> Parser:
     """A parser with the arguments CONFIG and section.key=value.
 
     Args:
@@ -38,7 +47,7 @@ def parser_of(
       paths: paths to take instead of CONFIG: what each is, by name.
     """
     about, _, codes = doc.strip().rpartition("\n\n")
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"python -m jaxpipe.{command}", description=about, epilog=codes, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from datetime import date
 from rich.console import Console
 
 from jaxpipe.config import ConfigError
+from jaxpipe.config.arguments import Parser
 from jaxpipe.config.paths import any_path
 from jaxpipe.config.units import parse_bytes, readable_bytes
 from jaxpipe.data.inspection import describe_folder
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m jaxpipe.data",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

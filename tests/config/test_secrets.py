@@ -6,10 +6,14 @@ import pytest
 from commands import SMALL
 from msgspec.structs import replace
 
+from jaxpipe import train
+from jaxpipe.bench.__main__ import main as bench
+from jaxpipe.checkpoint.__main__ import main as checkpoint
 from jaxpipe.config import ConfigError, load, mask_secrets, to_builtins, to_toml
 from jaxpipe.config.files import SourceConfig
 from jaxpipe.config.paths import check_path
 from jaxpipe.config.secrets import has_mask
+from jaxpipe.data.__main__ import main as data
 
 
 @pytest.mark.parametrize(
@@ -60,3 +64,20 @@ def test_every_setting_is_masked_where_it_is_kept():
 def test_a_masked_address_is_refused():
     with pytest.raises(ConfigError, match=r"data.path='http://\*\*\*@host/a' has \*\*\* where"):
         check_path("data.path", "http://***@host/a")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (train.main, ["--status", "no://{}host/run"]),
+        (data, ["inspect", "no://{}host/tokens"]),
+        (checkpoint, ["inspect", "no://{}host/run"]),
+        (bench, ["no://{}host/x"]),
+    ],
+)
+def test_an_argument_that_is_refused_is_masked(command, words, capsys):
+    with pytest.raises(SystemExit):
+        command([word.format("me:word@") for word in words])
+    shown = capsys.readouterr().err
+    assert "no://***@host/" in shown
+    assert "word" not in shown
