@@ -19,7 +19,6 @@ from jaxpipe.model.moe.products import GroupedProduct
 from jaxpipe.parallel import ReplicaFactors, Sharding, StageLayout, make_mesh, map_stage_stacked
 from jaxpipe.parallel.flags import choose
 from jaxpipe.pipeline import Aux, Execution, Pipeline
-from jaxpipe.pipeline.messages import MessagePrinter
 from jaxpipe.pipeline.reference import StepOutput
 from jaxpipe.planning import Devices, RunPlan, resolve
 from jaxpipe.planning.model import grouped_of, model_of
@@ -28,6 +27,7 @@ from jaxpipe.runtime.program_store import ProgramStore
 from jaxpipe.schedule import Schedule
 from jaxpipe.training import moments
 from jaxpipe.training.batch_sharder import BatchSharder
+from jaxpipe.training.execution import execution_of
 from jaxpipe.training.initial import full_parameters, sharded_parameters
 from jaxpipe.training.rates import Rates, losses_of, step_metrics
 from jaxpipe.training.state import State
@@ -96,27 +96,7 @@ class Trainer:
     @cached_property
     def execution(self) -> Execution:
         """How the schedule is executed on this kind of device."""
-        parallel, train, debug = self.config.parallel, self.config.train, self.config.debug
-        printer = MessagePrinter(debug.ticks, debug.pp_ranks) if debug.print_messages else None
-        on_cpu = self.plan.devices.on_cpu
-        return Execution(
-            lockstep=self.plan.lockstep,
-            remat=train.remat,
-            compute_dtype=jnp.dtype(train.compute_dtype),
-            zero_stage=parallel.zero_stage,
-            grad_reduce_dtype=None if parallel.grad_reduce_dtype == "float32" else jnp.bfloat16,
-            reshard_after_forward=parallel.reshards,
-            offload_layers=train.offload_layers,
-            unroll_layers=self.plan.unroll_layers,
-            layers_per_iteration=parallel.unroll_layers or 1,
-            poison_bubbles=debug.poison_messages,
-            printer=printer,
-            # Collectives on CPU block; with `reshards` gradients are reduce-scattered in every
-            # tick; and a gradient outside a branch would copy all residuals that are on the host.
-            overlap_sums=not (
-                on_cpu or parallel.reshards or train.offload_layers or parallel.dp == 1
-            ),
-        )
+        return execution_of(self.plan)
 
     @cached_property
     def model(self) -> Model:
