@@ -21,6 +21,7 @@ from jaxpipe.checkpoint import DamagedError, integrity, read_state, restoring
 from jaxpipe.checkpoint.__main__ import main as command
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import ConfigError
+from jaxpipe.runtime import storage_errors
 
 BY_ORBAX_ALONE = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # not read here
 
@@ -135,6 +136,7 @@ def test_what_shows_no_damage_stops_and_changes_nothing(
 
     place = (restoring, "_read_arrays") if where == "arrays" else (integrity, "checksum_of_file")
     monkeypatch.setattr(*place, fail)
+    monkeypatch.setattr(storage_errors, "LIMIT", -1.0)  # two of the reasons are waited out
     with (
         open_at(tmp_path, keying) as checkpoints,
         pytest.raises(ConfigError, match="cannot be read .*nothing was changed"),

@@ -124,7 +124,7 @@ def test_the_loss_of_uneven_loads_is_1_a_token_where_they_are_even():
 
     def loss(choice, shares):
         routes = Routes(choice, weights, jnp.log(shares), shares)
-        return float(balance.aux_outputs(routes, jnp.int32(0), jnp.int32(0)).loss)
+        return float(balance.aux_outputs(routes, jnp.int32(0), jnp.int32(0)).loss_sums["router"])
 
     assert loss(even, shares) == pytest.approx(8)
     uneven = jnp.broadcast_to(jnp.arange(2)[None, None], (1, 8, 2))
@@ -214,10 +214,10 @@ def test_experts_are_chosen_once_and_cut_into_b_and_w(remat, product, monkeypatc
     """W has one of three products of each matrix; B has another and, with remat, F's again."""
     monkeypatch.setitem(sys.modules, "tokamax", TOKAMAX)
     split, params, x, context = split_of("deepseek", remat, product)
-    kept, dy = split.residuals, Cotangent(x, (), jnp.float32(1))
+    kept, dy = split.residuals, Cotangent(x, (), split.output.aux.loss_sums)
     forward = primitives(split.forward, params, x, context)
     in_b = primitives(split.backward_input, params, context, kept, dy)
-    of_w_given = params, context, kept.for_w, split.stash, jnp.float32(1)
+    of_w_given = params, context, kept.for_w, split.stash, dy.losses
     in_w = primitives(split.backward_weight, *of_w_given)
     assert "top_k" in forward
     assert "top_k" not in in_b + in_w

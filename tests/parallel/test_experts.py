@@ -2,15 +2,12 @@
 
 import sys
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_same
 from kernels import TOKAMAX
 from mixtures import EXAMPLES, LENGTH, MICROBATCHES, held, problem, run
 
-from jaxpipe.contract import Context
 from jaxpipe.model.moe.products import multiply_by_kernel
 from jaxpipe.schedule import Lockstep
 
@@ -92,12 +89,3 @@ def test_what_buffers_have_no_room_for_is_counted():
     got, _ = run("one", "1f1b", 2, 2, 1, 2, crowded=True, room=1.0)
     assert got.aux.sums["expert_rows_dropped"].tolist() == [TOKENS // 2] * 4
     assert np.isfinite(got.losses).all()
-
-
-def test_a_choice_from_outside_must_be_that_of_this_model():
-    decoder, _, layers, batch, _ = problem("switch", routed=True)
-    layer, x = decoder.functions.kinds_by_name["sparse"].layer, jnp.zeros((EXAMPLES, LENGTH, 16))
-    rows = {"routes": batch["routes"][0][:, :, :1]}
-    message = r"are int64\[4, 8, 1, 1\], but must be integers \[4, 8, 2, 1\]"
-    with pytest.raises(ValueError, match=message), jax.enable_x64(True):
-        layer(layers[1], x, Context(rows, jnp.int32(1)))

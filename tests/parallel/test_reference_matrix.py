@@ -113,15 +113,15 @@ def trainer_of(base, name):
 
 
 def batches_of(trainer):
-    """Yield two steps' tokens, with the example that each belongs to."""
+    """Yield two steps' tokens, with the example that each belongs to, which `recording` reads."""
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, SEQUENCES, LENGTH + 1), np.int32)
     example = np.broadcast_to(np.arange(SEQUENCES, dtype=np.int32)[:, None], (SEQUENCES, LENGTH))
     for step in tokens:
         whole = {"inputs": step[:, :-1], "targets": step[:, 1:], "example": example}
         microbatches = trainer.config.train.grad_accum_steps
-        yield trainer.put(
-            {name: leaf.reshape(microbatches, -1, LENGTH) for name, leaf in whole.items()}
-        )
+        rows = {name: leaf.reshape(microbatches, -1, LENGTH) for name, leaf in whole.items()}
+        own = trainer.sharder.shard({"example": rows.pop("example")})
+        yield trainer.put(rows) | jax.device_put(own, trainer.sharder.sharding)
 
 
 @cache
@@ -163,7 +163,7 @@ def test_one_replica_has_the_same_program_whatever_it_would_share(base):
     for name in ("df4_z2", MATRIX["df4_z2"][1]):
         trainer = trainer_of(base, name)
         batch = next(batches_of(trainer))
-        del batch["example"]  # only `recording` reads it
+        del batch["example"]
         programs.append(trainer.train_step.lower(trainer.state_shapes, batch).as_text())
     assert programs[0] == programs[1]
 

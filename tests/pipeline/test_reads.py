@@ -221,9 +221,9 @@ def test_their_matrices_gradients_are_in_w():
     split = traced.split
     assert split.uses_of_embed_head == {"embed": False, "norm": True, "head": True}
     _, kept = split.forward(params, x, context)
-    dy = Cotangent(x, loss=jnp.float32(1))
+    dy = Cotangent(x, losses=dict.fromkeys(split.output.aux.losses, jnp.float32(1)))
     _, of_b, stash = split.backward_input(params, context, kept, dy)
-    of_w = split.backward_weight(params, context, kept.for_w, stash, dy.loss)
+    of_w = split.backward_weight(params, context, kept.for_w, stash, dy.losses)
     assert {name for name, g in of_b.embed_head.items() if g is not None} == {"norm"}
     assert {name for name, g in of_w.embed_head.items() if g is not None} == {"head"}
 

@@ -111,8 +111,11 @@ def test_the_limit_follows_the_median_step():
     assert position.limit("auto", "data") == 150
     assert position.limit("auto", "save") == 600
     assert position.limit(5.0, "data") == position.limit(5.0, "save") == 5
-    for phase in ("import", "devices", "restore", "trace", "compile"):
+    for phase in ("open", "restore", "score", "export"):  # where bytes flow: of no progress
+        assert position.limit(5.0, phase) == position.limit("auto", phase) == 600
+    for phase in ("import", "devices", "trace", "compile"):
         assert position.limit(5.0, phase) == position.limit("auto", phase) == 1800
+    for phase in ("restore", "compile"):
         assert position.limit(4000.0, phase) == 4000
 
 

@@ -36,13 +36,15 @@ class Histogram:
 
 class Run:
     def __init__(self, path):
-        self.file = path.open("a")
+        self.path = path
+    def write(self, value):
+        with self.path.open("a") as file:
+            file.write(json.dumps(value) + "\\n")
     def log(self, values, step):
         values = {k: v.values if isinstance(v, Histogram) else v for k, v in values.items()}
-        self.file.write(json.dumps([step, values]) + "\\n")
+        self.write([step, values])
     def finish(self):
-        self.file.write('"finished"')
-        self.file.close()
+        self.write("finished")
 
 def init(**given):
     if given["mode"] == "online":

@@ -219,7 +219,20 @@ def test_counts_of_a_step_pass_the_largest_int32():
     batch = toy.put(next(batches(0, **toy.config.batch_shape)))
     found = []
     for terms in (2**30, 1):
-        functions = replace(pipeline.functions, count=lambda rows, n=terms: jnp.int32(n))
+
+        def count(rows, terms=terms):
+            return jnp.int32(terms)
+
+        def counted(kind, terms=terms):
+            def layer(params, x, context):
+                output = kind.layer(params, x, context)
+                losses = {name: (total, terms) for name, total in output.aux.loss_sums.items()}
+                return output._replace(aux=output.aux._replace(losses=losses))
+
+            return replace(kind, layer=layer)
+
+        kinds = {name: counted(k) for name, k in pipeline.functions.kinds_by_name.items()}
+        functions = replace(pipeline.functions, count=count, kinds=kinds)
         step = jax.jit(replace(pipeline, functions=functions).step)
         found.append(step(state.params, batch, state.variables))
     for made in ("losses", "aux_losses"):

@@ -1,6 +1,8 @@
 """Weights out of a run: streamed in Hugging Face's names, and exported while it trains."""
 
 import shutil
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -13,7 +15,6 @@ from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.train import train
-from jaxpipe.training import exports as exports_of_a_run
 from jaxpipe.training.exports import Exports
 from jaxpipe.training.weights import stream_weights
 
@@ -80,26 +81,29 @@ def test_a_checkpoint_that_is_no_longer_kept_is_not_exported(tmp_path):
     assert "step 2 could not be exported (it is no longer kept" in said[0]
 
 
-def test_the_time_limit_is_of_an_export_that_writes_nothing(tmp_path, monkeypatch):
-    for step in (2, 4, 6):
-        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_time_limit_is_of_an_export_that_does_nothing(tmp_path):
+    """What the watchdog compares changes while the child works, and not while it waits."""
+    words = [f"run.dir={tmp_path}", "checkpoint.export_every=2"]
+    exports = Exports(configs.load(SMALL, words), print)
+    waits = "import sys; sys.stdin.read(); sum(range(10**7)); print(); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", waits], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as exports._child:
+        time.sleep(0.5)
+        before = exports._movement()
+        time.sleep(0.2)
+        assert exports._movement() == before
+        exports._child.stdin.close()
+        exports._child.stdout.readline()
+        assert exports._movement() != before
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    (tmp_path / "exports" / ".2.partial-1").mkdir(parents=True)
     words = [f"run.dir={tmp_path}", "checkpoint.export_every=2", "train.steps=6"]
-    entered = []
-    (tmp_path / "exports" / ".2.partial-1").mkdir(parents=True)  # of a process that was killed
-
-    def export(self, step):
-        folder = self._exports / f".{step}.partial-2"
-        folder.mkdir()
-        for size in range(3):
-            (folder / "file").write_bytes(b" " * size)
-            time.sleep(0.1)
-
-    monkeypatch.setattr(exports_of_a_run, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(exports_of_a_run.position, "enter", entered.append)
-    monkeypatch.setattr(Exports, "_export", export)
     with Exports(configs.load(SMALL, words), print):
         assert not (tmp_path / "exports" / ".2.partial-1").exists()
-    assert len(entered) >= 6
 
 
 def test_exports_of_steps_that_were_rolled_back_are_removed(tmp_path):
