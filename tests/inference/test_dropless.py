@@ -72,7 +72,7 @@ def test_generated_tokens(run, mesh):
     directory, trainer, state, ids = run
     prompts = [ids[0][:19].tolist(), ids[1][:7].tolist()]
     made = Generator(loaded(directory, *mesh.split())).generate(prompts, 6, lambda *_: False)
-    for prompt, new in zip(prompts, made, strict=True):
+    for prompt, (new, _) in zip(prompts, made, strict=True):
         _, best = expected(trainer, state, np.array(prompt + new, np.int32))
         assert new == best[len(prompt) - 1 :].tolist()
 

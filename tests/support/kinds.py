@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from toy import TOY, WIDTH
+from toy import TOY, WIDTH, place_of
 
 from jaxpipe.contract import Aux, LayerKind, LayerOutput, StageFunctions
 from jaxpipe.partition.leaf import EP, ParamSpec
@@ -21,7 +21,7 @@ def routed(layers):
     """Return a layer that routes a token by its largest score, with auxiliary outputs."""
 
     def layer(params, x, context):
-        score = x @ params["gate"] / (1 + context.rows["positions"][..., None])
+        score = x @ params["gate"] / place_of(context)
         share = jax.nn.softmax(score)
         biased = share + context.variables["bias"][context.index][None, None]
         choice = checkpoint_name(jnp.argmax(biased, axis=-1), "choice")

@@ -8,16 +8,22 @@ from jaxpipe.pipeline import LayerKind, LayerOutput, StageFunctions
 
 IGNORE = -100
 VOCAB, WIDTH, LENGTH = 11, 8, 6
+NOT_FINITE = 2**30  # a position at which layers make values that are not finite
 
 
 def _embed(shared, microbatch):
     return shared["embed"][microbatch["inputs"]]
 
 
+def place_of(context):
+    """The number of each token in its document, from 1, `[B, L, 1]`; 0 where it is NOT_FINITE."""
+    positions = context.rows["positions"][..., None]
+    return jnp.where(positions == NOT_FINITE, 0, 1 + positions)
+
+
 def _layer(params, x, context):
-    positions = context.rows["positions"]
     scaled = x * params["gain"][None, None] / jnp.sqrt(1 + jnp.mean(x * x, axis=-1, keepdims=True))
-    mixed = jnp.cumsum(scaled, axis=1) / (1 + positions[..., None].astype(x.dtype))
+    mixed = jnp.cumsum(scaled, axis=1) / place_of(context).astype(x.dtype)
     hidden = jax.nn.silu(mixed @ params["up"]) * (scaled @ params["gate"])
     return LayerOutput(x + hidden @ params["down"])
 

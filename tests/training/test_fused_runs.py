@@ -12,6 +12,7 @@ from commands import complete, losses, metrics
 from rich.console import Console
 from routed import batches, restored, run
 from test_fused_steps import trainer_of
+from toy import NOT_FINITE
 
 from jaxpipe.training.fused import programs
 
@@ -86,7 +87,7 @@ def test_a_step_that_is_not_finite_stops_a_run_within_a_program(tmp_path):
 def without_step_five(position, **sizes):
     """Yield the batches; that of step 5 has a NaN loss."""
     for number, batch in enumerate(batches(position, **sizes), start=position // SAMPLES + 1):
-        bad = {"positions": np.full_like(batch["positions"], -1)} if number == 5 else {}
+        bad = {"positions": np.full_like(batch["positions"], NOT_FINITE)} if number == 5 else {}
         yield batch | bad
 
 

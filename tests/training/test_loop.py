@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from commands import SMALL, complete, metrics
 from routed import batches, restored, run, trainer_of
+from toy import NOT_FINITE
 
 from jaxpipe.config import load
 from jaxpipe.runtime import position
@@ -322,7 +323,9 @@ def test_the_step_after_one_that_is_not_finite_changes_nothing(tmp_path, mesh):
     def broken(position, **sizes):
         for step, batch in enumerate(batches(position, **sizes), start=1):
             yield (
-                batch | {"positions": np.full_like(batch["positions"], -1)} if step == 3 else batch
+                batch | {"positions": np.full_like(batch["positions"], NOT_FINITE)}
+                if step == 3
+                else batch
             )
 
     settings = [mesh, "optimizer.decay=constant", "checkpoint.every=0"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from commands import SMALL, metrics
 from routed import batches, restored, run, trainer_of
-from toy import TOY, toy_batch, toy_params
+from toy import NOT_FINITE, TOY, toy_batch, toy_params
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
@@ -37,7 +37,11 @@ def without(step):
     def broken(position, **sizes):
         first = position // 8 + 1
         for number, batch in enumerate(batches(position, **sizes), start=first):
-            bad = {"positions": np.full_like(batch["positions"], -1)} if number == step else {}
+            bad = (
+                {"positions": np.full_like(batch["positions"], NOT_FINITE)}
+                if number == step
+                else {}
+            )
             yield batch | bad
 
     return broken
