@@ -183,6 +183,7 @@ def _sections(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_names(tree: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
+    hints = {}
     for name, section in tree.items():
         if name not in sections:
             raise ConfigError(_unknown_section(name, tree, sections))
@@ -195,14 +196,21 @@ def _check_names(tree: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
                     f"{name}.{key} is now {name}.{now}: give {name}.{now}={section[key]} instead."
                 )
             if key not in fields:
-                there = meaning(name, key)
-                near = None if there else _nearest_key(name, key, sections)
-                meant = f"other trainers' {key} is {there} here; " if there else ""
-                meant = f"did you mean {near}? " if near else meant
-                raise ConfigError(
-                    f"unknown key {name}.{key}: {meant}`python -m jaxpipe.train CONFIG "
-                    f"--print-config` lists all keys."
-                )
+                hints[f"{name}.{key}"] = _hint(name, key, sections)
+    if hints:
+        several = "s" * (len(hints) > 1)
+        listed = "; ".join(f"{key}{hint and ': '}{hint}" for key, hint in hints.items())
+        listed += ";" * (not listed.endswith("?"))
+        every = "`python -m jaxpipe.train CONFIG --print-config` lists all keys."
+        raise ConfigError(f"unknown key{several} {listed} {every}")
+
+
+def _hint(name: str, key: str, sections: Mapping[str, Any]) -> str:
+    """What an unknown key of a section may mean, or an empty string."""
+    if there := meaning(name, key):
+        return f"other trainers' {key} is {there} here"
+    near = _nearest_key(name, key, sections)
+    return f"did you mean {near}?" if near else ""
 
 
 def _unknown_section(name: str, tree: Mapping[str, Any], sections: Mapping[str, Any]) -> str:
@@ -233,7 +241,7 @@ def _meaning(section: str, key: str, sections: Mapping[str, Any]) -> str | None:
 
 
 def _nearest(word: str, known: Iterable[str]) -> str | None:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return near[0] if near else None
 
 

@@ -91,10 +91,34 @@ def keys_of(section):
         ("parallel.tensor_model_parallel_size=2", "parallel.tp"),
         ("parallelism.pipeline_parallel_degree=2", "parallel.pp"),
         ("training.max_norm=2", "optimizer.clip_norm"),
+        ("parallel.num_microbatches=8", "train.grad_accum_steps"),
+        ("parallel.split_points=2", "parallel.layer_split"),
+        ("train.num_train_epochs=3", "train.steps"),
+        ("model.num_heads=8", "model.n_heads"),
+        ("optimizer.betas=[0.9, 0.95]", "optimizer.beta1"),
+        ("data.tokenizer=gpt2", "data.path"),
+        ("lora.r=8", "lora.rank"),
+        ("run.name=first", "run.dir"),
     ],
 )
 def test_a_foreign_key_names_the_setting(override, setting):
     assert f"is {setting}" in re.sub("other trainers' ", "", refusal(override)).replace(" here", "")
+
+
+def test_all_unknown_keys_are_named_at_once():
+    said = refusal(
+        "model.hidden_size=8", "train.num_microbatches=2", "train.setps=3", "log.color=1"
+    )
+    assert said.startswith("unknown keys model.hidden_size: other trainers' hidden_size is model.")
+    for part in ("; train.num_microbatches: other", "; train.setps: did you mean train.steps?; "):
+        assert part in said
+    assert "; log.color; `python -m" in said
+
+
+# Words that share letters with a setting of another meaning.
+@pytest.mark.parametrize("key", ["parallel.disable_loss_parallel", "train.compile"])
+def test_a_key_without_a_counterpart_has_no_hint(key):
+    assert f"unknown key {key}; `python" in refusal(f"{key}=1")
 
 
 def test_an_option_of_another_trainer_names_the_setting(capsys):
