@@ -10,6 +10,7 @@ same by hand.
 import contextlib
 import json
 import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,11 +20,12 @@ import xxhash
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime import position, processes, storage
 from jaxpipe.runtime.storage import AnyPath
+from jaxpipe.runtime.storage_errors import as_os_errors
 
 Meta = dict[str, Any]
 FORMAT = 2  # incremented when the keys on disk change (`disk_keys.py`)
 _KEY = "xxh3_128"  # metadata entry: the checksum of all other entries
-_THREADS = 8
+_THREADS, _READERS = 8, "checksums"
 _BLOCK = 1 << 20  # bytes read at once; smaller blocks cost a third more time
 
 
@@ -59,7 +61,9 @@ def read_meta(checkpoint: AnyPath) -> Meta:
     newer format.
     """
     try:
-        meta = json.loads((checkpoint / "meta" / "metadata").read_bytes().decode())
+        with as_os_errors():
+            content = (checkpoint / "meta" / "metadata").read_bytes()
+        meta = json.loads(content.decode())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedError("its metadata is missing") from error
     except ValueError as error:  # no JSON, or not even text
@@ -194,8 +198,13 @@ def _writing_process(name: str) -> int | None:
 
 
 def _checksums(directory: AnyPath, names: list[str]) -> list[tuple[str, str]]:
-    with ThreadPoolExecutor(_THREADS) as threads:
+    with ThreadPoolExecutor(_THREADS, _READERS) as threads:
         return list(zip(names, threads.map(lambda name: checksum_of_file(directory / name), names)))
+
+
+def are_compared() -> bool:
+    """Whether files of a checkpoint are being read for their checksums."""
+    return any(thread.name.startswith(_READERS) for thread in threading.enumerate())
 
 
 def checksum_of_file(path: AnyPath) -> str:

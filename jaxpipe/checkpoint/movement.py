@@ -5,8 +5,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from jaxpipe.checkpoint.integrity import are_compared
 from jaxpipe.checkpoint.listing import list_unfinished
 from jaxpipe.config.paths import is_address
+from jaxpipe.runtime.connections import bytes_to_stores
 from jaxpipe.runtime.storage import AnyPath
 
 _OF_PROCESS = "ocdbt.process_"  # begins the name of Orbax's folder of one process
@@ -15,17 +17,19 @@ _OF_PROCESS = "ocdbt.process_"  # begins the name of Orbax's folder of one proce
 def movement_of(directory: AnyPath, process: int) -> Callable[[], Any]:
     """A function whose result changes whenever a save or restore has moved bytes.
 
-    It looks at the sizes of the files that are being written below a directory of checkpoints, by
-    this process or for all, and at TensorStore's counters of bytes, which for a store change when a
-    file is finished.
+    It looks at TensorStore's counters, and at the sizes of the files that are being written below a
+    directory of checkpoints, by this process or for all. For a store it looks at the bytes of
+    TensorStore's connections, and at those of fsspec while it reads files back: otherwise these
+    upload logs, also while nothing else moves.
     """
 
     def measure() -> Any:
         import tensorstore
 
         counters = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/")
-        sizes = [] if is_address(directory) else _sizes(directory, f"{_OF_PROCESS}{process}")
-        return str(counters), sizes
+        if is_address(directory):
+            return str(counters), bytes_to_stores(python=are_compared())
+        return str(counters), _sizes(directory, f"{_OF_PROCESS}{process}")
 
     return measure
 

@@ -7,18 +7,21 @@ import http.client
 import re
 import secrets
 import socket
+from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxpipe.config import first_line
+from jaxpipe.runtime import position
 from jaxpipe.runtime.bounded_server import BoundedServer
 from jaxpipe.runtime.directory import remove_with_folders
 
 _NAME = re.compile(r"[\w-]+(/[\w-]+)*\.\w+", re.ASCII)  # of a file in the folder
 _SECONDS = 60  # that a connection which has the word may be silent
 _THREADS = 256  # requests of other processes that are answered at once
-_BLOCK = 1 << 20
+_BLOCK = 1 << 16  # bytes sent at once, which must take less than `_SECONDS`
 
 
 class FileServer(BoundedServer):
@@ -105,7 +108,8 @@ def fetch(address: str, word: str, name: str, offset: int = 0, size: int = -1) -
 def send(address: str, word: str, name: str, path: Path) -> None:
     """Write a file to the server at `host:port`; raises `OSError`."""
     with path.open("rb") as file:
-        _request("PUT", address, word, name, file, {"Content-Length": str(path.stat().st_size)})
+        body, size = _moving(partial(file.read, _BLOCK)), path.stat().st_size
+        _request("PUT", address, word, name, body, {"Content-Length": str(size)})
 
 
 def _request(
@@ -115,7 +119,9 @@ def _request(
     try:
         connection.request(method, f"/{name}", body, {**headers, "Authorization": word})
         answer = connection.getresponse()
-        content = answer.read()
+        content = b"".join(_moving(partial(answer.read1, _BLOCK)))
+        if answer.length:
+            raise OSError("the file ends too early")
     except (OSError, http.client.HTTPException) as error:
         raise OSError(f"{address} does not answer: {first_line(error)}") from error
     finally:
@@ -123,6 +129,13 @@ def _request(
     if answer.status >= 300:
         raise OSError(f"{address} refuses {name}: {answer.reason}")
     return content
+
+
+def _moving(read: Callable[[], bytes]) -> Iterator[bytes]:
+    """Yield blocks until there are no more; each is progress once it was sent or received."""
+    while block := read():
+        yield block
+        position.beat()
 
 
 def _copy(source: BinaryIO, target: BinaryIO, size: int) -> int:
