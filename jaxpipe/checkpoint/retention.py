@@ -31,6 +31,7 @@ class Retention:
         self.lineage = lineage
         self._directory, self._keep, self._every = directory, keep, keep_every
         self._foreign: set[int] = set()
+        self._unread: set[int] = set()  # of which the newest save does not know whose they are
 
     def continue_from(self, found: tuple[Any, dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
         """Take the word of a restored `(state, meta)`, and return the two."""
@@ -38,27 +39,37 @@ class Retention:
         return found
 
     def note_foreign(self, steps: Sequence[int]) -> None:
-        """Find those of other runs that the next save would remove. All processes call it."""
-        old = self._removable([*steps, max(steps, default=0) + 1])
-        if old := old - self._foreign:
-            found = processes.from_first("foreign", lambda: json.dumps(self._foreign_of(old)))
-            self._foreign |= set(json.loads(found))
+        """Find those of other runs that the next save would remove. All processes call it.
+
+        One that cannot be read now stays too, until a later save can read it.
+        """
+        old = self._removable([*steps, max(steps, default=0) + 1]) - self._foreign
+        self._unread = set()
+        if old:
+            found = processes.from_first("foreign", lambda: json.dumps(self._not_own(old)))
+            foreign, unread = map(set, json.loads(found))
+            self._foreign, self._unread = self._foreign | foreign, unread
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Which checkpoints stay; Orbax removes the others after a save."""
-        removed = self._removable([info.step for info in checkpoints]) - self._foreign
+        removed = self._removable([info.step for info in checkpoints])
+        removed -= self._foreign | self._unread
         return [info.step not in removed for info in checkpoints]
 
     def _removable(self, steps: Sequence[int]) -> set[int]:
         old = sorted(steps)[: -self._keep]
         return {step for step in old if not (self._every and step % self._every == 0)}
 
-    def _foreign_of(self, steps: set[int]) -> list[int]:
-        return [step for step in steps if not self._is_own(step)]
-
-    def _is_own(self, step: int) -> bool:
-        """Whether this run has saved a step; older versions wrote no word."""
-        try:
-            return read_meta(self._directory / str(step)).get(LINEAGE) in (None, self.lineage)
-        except (DamagedError, ConfigError, OSError):
-            return False
+    def _not_own(self, steps: set[int]) -> tuple[list[int], list[int]]:
+        """Steps of other runs, and those that cannot be read; older versions wrote no word."""
+        foreign, unread = [], []
+        for step in steps:
+            try:
+                word = read_meta(self._directory / str(step)).get(LINEAGE)
+            except (DamagedError, ConfigError):
+                foreign.append(step)
+            except OSError:
+                unread.append(step)
+            else:
+                foreign += [step] * (word not in (None, self.lineage))
+        return foreign, unread
