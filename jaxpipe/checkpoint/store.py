@@ -23,7 +23,15 @@ from jaxpipe.checkpoint.save_barrier import Manager, SaveBarrier
 from jaxpipe.config import ConfigError
 from jaxpipe.runtime import position, processes, storage
 from jaxpipe.runtime.storage import AnyPath
-from jaxpipe.runtime.storage_errors import as_os_errors, is_over, passes, reason_of, retry, wait
+from jaxpipe.runtime.storage_errors import (
+    as_os_errors,
+    is_over,
+    passes,
+    reason_of,
+    remedy_of,
+    retry,
+    wait,
+)
 
 if TYPE_CHECKING:
     from jaxpipe.checkpoint.local_saves import LocalSaves
@@ -332,10 +340,11 @@ class CheckpointStore:
             was_failing, self._failing = self._failing, True
             self._unanswered = passes(error, worked=True)
             if not (was_failing and self._unanswered):
+                remedy = remedy_of(error, str(self.directory))
                 self._say(
                     f"warning: a checkpoint could not be written ({reason_of(error)}): training "
-                    f"goes on, and the checkpoints before it are as they were; make room in "
-                    f"{self.directory}, or make it writable."
+                    f"goes on, and the checkpoints before it are as they were"
+                    f"{remedy and '; '}{remedy}."
                 )
             with contextlib.suppress(OSError):  # the next save reads them
                 self._reload()  # it forgets the steps that this save would have removed

@@ -27,6 +27,7 @@ from jaxpipe.data.workers import WorkerDiedError
 from jaxpipe.runtime import command
 from jaxpipe.runtime.remote_output import remote_output
 from jaxpipe.runtime.storage import folder_size, local_copy
+from jaxpipe.runtime.storage_errors import remedy_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,9 +148,10 @@ def _prepare(arguments: argparse.Namespace) -> None:
             manifest = prepare(inputs, out, options, processes=arguments.workers, console=Console())
         size = folder_size(arguments.out)
     except OSError as error:
+        place = str(error.filename or arguments.out)
         raise ConfigError(
-            f"{error.filename or arguments.out} cannot be written ({error.strerror}): make room "
-            f"there, or give another --out."
+            f"{place} cannot be written ({error.strerror}): {remedy_of(error, place)}, or give "
+            f"another --out."
         ) from error
     pairs = f"; `python -m jaxpipe.score MODEL {arguments.out}` comes first, and train.loss=dpo"
     print(

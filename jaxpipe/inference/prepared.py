@@ -13,6 +13,7 @@ from jaxpipe.data.documents import ShardedDocuments
 from jaxpipe.data.manifest import MANIFEST, FolderManifest, read_manifest
 from jaxpipe.data.token_files import open_documents
 from jaxpipe.data.writing import replace_atomically, sync_folder
+from jaxpipe.runtime.storage_errors import remedy_of
 
 REFERENCE = "reference"  # ending of the files with scores, by which training finds them
 
@@ -64,7 +65,7 @@ class PreparedFolder:
                     file.write(np.concatenate(every[begin : begin + shard.documents]).tobytes())
             except OSError as error:
                 raise ConfigError(
-                    f"{path} cannot be written ({error.strerror}): make room there."
+                    f"{path} cannot be written ({error.strerror}): {remedy_of(error, str(path))}."
                 ) from error
             begin += shard.documents
         sync_folder(self.path)

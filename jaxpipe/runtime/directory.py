@@ -20,7 +20,7 @@ from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.config.paths import is_address
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.storage import AnyPath
-from jaxpipe.runtime.storage_errors import as_os_errors
+from jaxpipe.runtime.storage_errors import as_os_errors, remedy_of
 
 Say = Callable[[str], None]
 LOCK = ".lock"  # name of the lock file in a run directory
@@ -227,12 +227,13 @@ class WriteGuard:
     def attempt(
         self,
         what: str,
-        remedy: str = "make room, or make it writable",
+        remedy: str = "",
         errors: type[Exception] = OSError,
     ) -> Iterator[None]:
         """Run the body, which writes `what`; report its errors instead of raising them.
 
-        Among consecutive failures only the first is reported, and then the first success.
+        Among consecutive failures only the first is reported, and then the first success. Without
+        a `remedy` the report has that of the error.
         """
         try:
             yield
@@ -240,9 +241,8 @@ class WriteGuard:
             if what not in self._failing:
                 self._failing.add(what)
                 reason = getattr(error, "strerror", None) or first_line(error)
-                self.say(
-                    f"warning: {what} cannot be written ({reason}): training goes on; {remedy}."
-                )
+                advice = "".join(f"; {text}" for text in [remedy or remedy_of(error, "it")] if text)
+                self.say(f"warning: {what} cannot be written ({reason}): training goes on{advice}.")
         else:
             if what in self._failing:
                 self._failing.remove(what)

@@ -33,6 +33,8 @@ _CODES = {
         "EMFILE", "ENFILE", "ENOBUFS",
     )
 } - {None}  # fmt: skip
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _STATUSES = {408, 425, 429, *range(500, 600)} - {501, 505}
 _REFUSALS = {401, 403}  # also of credentials that have expired, and are being renewed
 _EXPIRED = ("Expired", "TokenRefreshRequired", "RequestTimeTooSkewed")
@@ -76,9 +78,7 @@ def passes(error: BaseException | None, *, worked: bool = False) -> bool:
     if error is None or type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError"):
         return False  # jax's texts begin with the same words
     names, text = [kind.__name__ for kind in type(error).__mro__], str(error)
-    code, status = getattr(error, "errno", None), _http_status(error, text)
-    if quoted := _OS_CODE.search(text):
-        code = int(quoted[1])
+    quoted, code, status = _OS_CODE.search(text), _os_code(error), _http_status(error, text)
     return (
         any(word in name for name in names for word in _NAMES)
         or code in _CODES
@@ -89,6 +89,12 @@ def passes(error: BaseException | None, *, worked: bool = False) -> bool:
         or (worked and text.startswith(_TENSORSTORE_REFUSALS) and not quoted)
         or passes(error.__cause__, worked=worked)
     )
+
+
+def _os_code(error: BaseException) -> int | None:
+    """The operating system's code of an error, also of one that TensorStore or Arrow quotes."""
+    quoted = _OS_CODE.search(str(error))
+    return int(quoted[1]) if quoted else getattr(error, "errno", None)
 
 
 def _http_status(error: BaseException, text: str) -> int | None:
@@ -119,6 +125,26 @@ def describe(error: OSError, what: str, otherwise: str) -> str:
         f"{what} does not answer ({error.strerror}): see that this machine reaches it, and start "
         f"the same command again."
     )
+
+
+def remedy_of(error: BaseException | None, place: str) -> str:
+    """What to do about an error of writing to a place; "" where storage did not cause it.
+
+    >>> remedy_of(OSError(errno.ENOSPC, "No space left on device"), "run.dir")
+    'make room in run.dir'
+    """
+    if error is None:
+        return ""
+    if passes(error, worked=True):
+        return f"see that this machine reaches {place}"
+    code = _os_code(error)
+    if code in _FULL:
+        return f"make room in {place}"
+    if code in _FORBIDDEN or _http_status(error, str(error)) in _REFUSALS:
+        return f"make {place} writable"
+    if isinstance(error, OSError) and not error.__cause__:
+        return f"see that {place} can be written"
+    return remedy_of(error.__cause__, place)
 
 
 _failing: dict[str, float] = {}  # places that fail, and since when

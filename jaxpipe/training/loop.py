@@ -276,8 +276,8 @@ class TrainLoop:
         position.enter("save", step)
         if not self.checkpoints.is_written(step):
             self.progress.say(
-                f"step {step} is not saved in {self.checkpoints.directory}: make room, and the "
-                f"same command goes on from the newest checkpoint there"
+                f"step {step} is not saved in {self.checkpoints.directory}, for the reason "
+                f"above: the same command goes on from the newest checkpoint there"
             )
             return ExitCode.NOT_SAVED
         if code == ExitCode.FAILED:

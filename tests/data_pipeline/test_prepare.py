@@ -206,7 +206,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert not (tmp_path / "none").exists()
     words = ["prepare", str(path), "--tokenizer", "bytes", "--out", str(path)]
     assert main(words) == 2
-    assert "a.jsonl cannot be written (File exists): make room" in capsys.readouterr().err
+    assert "a.jsonl cannot be written (File exists): see that " in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main([*words, "--workers", "0"])
     assert "--workers: 0 is no number of 1 or more" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from several import ends, free_port
 from jaxpipe.checkpoint.integrity import succeed_on_all_processes
 from jaxpipe.config import ConfigError
 from jaxpipe.runtime import storage_errors
-from jaxpipe.runtime.storage_errors import as_os_errors, passes, retry
+from jaxpipe.runtime.storage_errors import as_os_errors, passes, remedy_of, retry
 
 NOWHERE = "http://127.0.0.1:9"
 WORDS = {
@@ -183,3 +183,29 @@ def test_all_processes_end_so_where_one_gets_no_answer():
     assert 7 in (first, second), said + also
     assert {first, second} <= {3, 7}, said + also
     assert "does not answer (EndpointConnectionError: " in said + also
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "make room in here"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "make room in here"),
+        (
+            ValueError("RESOURCE_EXHAUSTED: x [os_error_code=28: No space left]"),
+            "make room in here",
+        ),
+        (PermissionError(errno.EACCES, "Permission denied"), "make here writable"),
+        (OSError(errno.EROFS, "Read-only file system"), "make here writable"),
+        (("ClientError", answer(403, "AccessDenied")), "see that this machine reaches here"),
+        (OSError(errno.EIO, "Input/output error"), "see that this machine reaches here"),
+        (OSError(errno.ENAMETOOLONG, "File name too long"), "see that here can be written"),
+        (ValueError("a bug"), ""),
+        (MemoryError(), ""),
+    ],
+)
+def test_the_remedy_is_that_of_the_error(error, expected):
+    error = error if isinstance(error, Exception) else of_s3(error[0], **error[1])
+    assert remedy_of(error, "here") == expected
+    with pytest.raises(OSError) as raised, as_os_errors():  # noqa: PT011
+        raise error
+    assert remedy_of(raised.value, "here") == expected
