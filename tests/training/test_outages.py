@@ -6,78 +6,28 @@ outages of 10 to 120 seconds take a tenth of that.
 """
 
 import json
-import time
 
 import pytest
 from commands import complete, losses, train_command
+from object_store import BUCKET, client, keys, read, s3_server
+from outages import Disk, Store
 from several import REPOSITORY, ends, start_all, wait_for_step
 
 from jaxpipe.data.__main__ import main as data
 
-# Errors by the part of a path; `FASTER` seconds pass in one.
-FAILING = """
-import builtins, errno, io, json, os, pathlib, time
-FLAG, FASTER = os.environ.get("OUTAGE"), float(os.environ.get("FASTER", "1"))
-
-def fail(path):
-    try:
-        with real_open(FLAG) as file:
-            wanted = json.loads(file.read())
-    except (OSError, ValueError):
-        return
-    own = wanted["process"] in (os.environ.get("JAX_PROCESS_ID"), None)
-    if own and wanted["part"] in str(path):
-        code = getattr(errno, wanted["error"])
-        raise OSError(code, os.strerror(code), str(path))
-
-if FLAG:
-    real_open, real_os_open, real_sleep = io.open, os.open, time.sleep
-    def opened(path, *arguments, **options):
-        if isinstance(path, (str, os.PathLike)) and str(path) != FLAG:
-            fail(path)
-        return real_open(path, *arguments, **options)
-    io.open = builtins.open = opened
-    import importlib.abc, sys
-    class Hook(importlib.abc.MetaPathFinder):
-        def find_spec(self, name, path, target=None):
-            if name not in HOOKS:
-                return None
-            sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(name)
-            sys.meta_path.insert(0, self)
-            run = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (run(module), HOOKS[name](module))
-            return spec
-    def of_tokens(module):
-        class Numpy:
-            def __getattr__(self, name):
-                return getattr(real, name)
-            def fromfile(self, path, *arguments, **options):
-                fail(path)
-                return real.fromfile(path, *arguments, **options)
-        real, module.np = module.np, Numpy()
-    def of_storage(module):
-        real = module.probe
-        def probe(directory):
-            fail(directory)
-            return real(directory)
-        module.probe = probe
-    def of_errors(module):
-        module.LIMIT /= FASTER
-        module._LONGEST_PAUSE /= FASTER
-    HOOKS = {
-        "jaxpipe.data.tokens": of_tokens, "jaxpipe.runtime.storage": of_storage,
-        "jaxpipe.runtime.storage_errors": of_errors,
-    }
-    import importlib.util
-    sys.meta_path.insert(0, Hook())
-"""
-TEN = [  # part of the path, error, seconds, process (None: all)
-    ("tokens", "EIO", 10, "1"), ("checkpoints", "ESTALE", 20, None), ("tokens", "ESTALE", 30, None),
-    ("metrics", "EIO", 30, None), ("checkpoints", "ETIMEDOUT", 60, "2"),
-    ("exports", "EIO", 20, None), ("tokens", "ETIMEDOUT", 120, "3"),
-    ("checkpoints", "EREMOTEIO", 90, None),
-    ("run", "ENOTCONN", 40, "0"), ("tokens", "ESHUTDOWN", 60, "0"),
+TEN = [  # seconds, part of the path, error, process (None: all)
+    (10, "tokens", "EIO", "1"), (20, "checkpoints", "ESTALE", None),
+    (30, "tokens", "ESTALE", None), (30, "metrics", "EIO", None),
+    (60, "checkpoints", "ETIMEDOUT", "2"), (120, "tokens", "ETIMEDOUT", "3"),
+    (90, "checkpoints", "EREMOTEIO", None), (40, "run", "ENOTCONN", "0"),
+    (60, "tokens", "ESHUTDOWN", "0"), (20, "exports", "EIO", None),
+]  # fmt: skip
+STORED = [  # the same of a run in a store, after the first: where, then as above
+    ("disk", 10, "copies", "EIO", "1"), ("store", 20, "/checkpoints/", 503, None),
+    ("store", 30, "/metrics.jsonl", 503, None), ("disk", 30, "copies", "ESTALE", "2"),
+    ("store", 30, "/checkpoints/", 403, None), ("disk", 20, "metrics", "EIO", "0"),
+    ("store", 60, "/run", "silence", None), ("disk", 120, "copies", "ETIMEDOUT", "3"),
+    ("store", 120, "/checkpoints/", "silence", None), ("store", 40, "/exports/", 403, None),
 ]  # fmt: skip
 
 
@@ -92,31 +42,11 @@ def tokens(tmp_path):
     return tmp_path / "tokens"
 
 
-class Disk:
-    """What tells the processes of a run which calls fail."""
-
-    def __init__(self, folder, faster):
-        self.flag, self._faster = folder / "outage", faster
-        (folder / "sitecustomize.py").write_text(FAILING)
-        self.environment = {
-            "PYTHONPATH": f"{folder}:{REPOSITORY}", "OUTAGE": str(self.flag), "FASTER": str(faster)
-        }  # fmt: skip
-
-    def fail(self, part, error, process=None):
-        fresh = self.flag.with_suffix(".new")
-        fresh.write_text(json.dumps({"part": part, "error": error, "process": process}))
-        fresh.replace(self.flag)
-
-    def fail_for(self, part, error, seconds, process=None):
-        self.fail(part, error, process)
-        time.sleep(seconds / self._faster)
-        self.flag.unlink()
-
-
 def command(tokens, directory, steps, *more):
     settings = [
         "data.source=file", f"data.path={tokens}", f"train.steps={steps}", "checkpoint.every=20",
         "train.eval_every=50", "log.tensorboard=false", "parallel.pp=2", "parallel.dp=2",
+        f"checkpoint.export_every={steps}",
     ]  # fmt: skip
     return train_command(directory, *settings, *more, devices=1)
 
@@ -129,13 +59,16 @@ def run_with_outages(tmp_path, tokens, outages, faster, steps):
         0
     ] * 4
     group = start_all(4, command(tokens, run, steps, *more), disk.environment)
-    for number, (part, error, seconds, process) in enumerate(outages):
+    for number, outage in enumerate(outages):
         wait_for_step(run, 5 + 20 * number)
-        disk.fail_for(part, error, seconds, process)
+        disk.fail_for(*outage)
     found = ends(group, 600)
     assert [code for code, _ in found] == [0] * 4, "\n".join(output for _, output in found)
     assert losses(run) == losses(quiet)
     assert complete(run)[-1] == steps
+    assert (run / "exports" / str(steps) / "config.json").exists() == (
+        quiet / "exports" / str(steps) / "config.json"
+    ).exists()
     return found
 
 
@@ -146,8 +79,41 @@ def test_ten_outages_change_nothing(tmp_path, tokens):
 
 
 @pytest.mark.slow
+def test_eleven_outages_of_a_store_and_of_disks_change_nothing(tmp_path, tokens):
+    """Data are copied from a store, whose copies are on disks; logs, saves, exports go to it."""
+    steps, server = 220, s3_server()
+    quiet, folder = tmp_path / "quiet", tmp_path / "cache/jaxpipe/runs"
+    assert [code for code, _ in ends(start_all(4, command(tokens, quiet, steps)), 600)] == [0] * 4
+    for path in tokens.iterdir():
+        client(server).upload_file(str(path), BUCKET, f"outages/data/{path.name}")
+    disk, store = Disk(tmp_path, 10), Store(server, 10)
+    own = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    at = f"s3://{BUCKET}/outages"
+    store.fail("/outages/data", 503)
+    words = command(f"{at}/data", f"{at}/run", steps)
+    group = start_all(4, words, store.environment | disk.environment | own)
+    try:
+        store.fail_for(20, "/outages/data", 503)
+        for number, (where, *outage) in enumerate(STORED):
+            (local,) = folder.glob("run-*")
+            wait_for_step(local / "0", 5 + 20 * number)
+            (disk if where == "disk" else store).fail_for(*outage)
+        found = ends(group, 600)
+    finally:
+        store.close()
+        for process in group:
+            process.kill()
+    assert [code for code, _ in found] == [0] * 4, "\n".join(output for _, output in found)
+    logged = map(json.loads, read(server, "outages/run/metrics.jsonl").splitlines())
+    assert {line["step"]: line["loss"] for line in logged} == losses(quiet)
+    there = keys(server, "outages/run/")
+    assert f"outages/run/checkpoints/{steps}/commit_success.txt" in there
+    assert f"outages/run/exports/{steps}/config.json" in there
+
+
+@pytest.mark.slow
 def test_an_outage_in_real_time(tmp_path, tokens):
-    outages = [("tokens", "ESTALE", 30, "1"), ("checkpoints", "EIO", 30, None)]
+    outages = [(30, "tokens", "ESTALE", "1"), (30, "checkpoints", "EIO", None)]
     run_with_outages(tmp_path, tokens, outages, 1, 60)
 
 
