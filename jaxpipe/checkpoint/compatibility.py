@@ -6,7 +6,7 @@ it is added to a list.
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from jaxpipe.model import ModelConfig
 from jaxpipe.model.lora import NAME as LORA
 
 Tree = Any
+# Raises `ConfigError` for a path and metadata of another run or model. Returns the sizes in which
+# the checkpoint differs, by setting, with its values: its arrays are then of other shapes.
+Check = Callable[[Any, dict[str, Any]], Mapping[str, Any]]
 _UNKNOWN = "unknown to this version"
 
 # Fields of [model] that may differ from the checkpoint's, and why.
@@ -45,15 +48,16 @@ SHOWN_BY_ARRAYS = frozenset(
 
 def check_same_settings(
     checkpoint: Path, meta: Mapping[str, Any], config: Config, *, with_moments: bool
-) -> None:
-    """Raise `ConfigError` where a checkpoint was trained with other settings than `config`.
+) -> dict[str, Any]:
+    """Return the sizes in which a checkpoint differs from `config`, by setting, with its values.
 
-    Compares `[model]` without the fields that may differ and those in `checkpoint.allow_changed`,
-    `lora.alpha` of adapters, which no array shows, and `optimizer.name` if moments are read
-    (`with_moments`). A checkpoint of another program, without a configuration, is not compared.
+    Raises `ConfigError` where it was trained with other settings that no array shows. Compares
+    `[model]` without the fields that may differ and those in `checkpoint.allow_changed`,
+    `lora.alpha` of adapters, and `optimizer.name` if moments are read (`with_moments`). A
+    checkpoint of another program, without a configuration, is not compared.
     """
     if "config" not in meta:
-        return
+        return {}
     try:
         saved = tomllib.loads(meta["config"])
         changed = changed_settings(saved["model"], config.model)
@@ -90,6 +94,11 @@ def check_same_settings(
                 f"{there}."
             )
     _check_optimizer(checkpoint, saved.get("optimizer", {}), meta, config, with_moments)
+    changed = _changed_sizes(saved["model"], config.model)
+    sizes = {name: there for name, (there, _) in changed.items()}
+    if (rank := adapters.get("rank", 0)) != config.lora.rank:
+        sizes["lora.rank"] = rank
+    return sizes
 
 
 def _check_optimizer(
@@ -170,13 +179,19 @@ def _given_settings(
     }  # fmt: skip
     if not derived:
         return changed, True
-    sizes = {
+    sizes = _changed_sizes(saved, model)
+    others = {key: values for key, values in changed.items() if key not in derived}
+    return sizes | others or changed, not sizes
+
+
+def _changed_sizes(saved: Mapping[str, Any], model: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """The given sizes in which a saved `[model]` differs from `model`, as `changed_settings`."""
+    given = {name: getattr(model, name) for name in type(model).__struct_fields__}
+    return {
         f"model.{name}": (saved[name], given[name])
         for name in sorted(SHOWN_BY_ARRAYS & given.keys() & saved.keys())
         if saved[name] != given[name]
     }
-    others = {key: values for key, values in changed.items() if key not in derived}
-    return sizes | others or changed, not sizes
 
 
 def drop_absent_variables(stored: Tree, like: Tree) -> Tree:
@@ -196,10 +211,22 @@ def drop_absent_variables(stored: Tree, like: Tree) -> Tree:
     return others | ({"variables": variables} if variables else {})
 
 
-def check_same_arrays(expected: Tree, stored: Tree, where: Path, left_out: frozenset[str]) -> None:
+def check_same_arrays(
+    expected: Tree,
+    stored: Tree,
+    where: Path,
+    *,
+    left_out: frozenset[str] = frozenset(),
+    sizes: Mapping[str, Any],
+) -> None:
     """Raise `ConfigError` for the first array whose stored shape or dtype kind differs.
 
-    `expected` and `stored` are shapes in keyed form; arrays named in `left_out` are not compared.
+    Args:
+        expected: shapes of this configuration in keyed form.
+        stored: shapes of the checkpoint in keyed form.
+        where: the checkpoint.
+        left_out: names of arrays that are not compared.
+        sizes: settings in which they may differ, with the checkpoint's values (`Check`).
     """
     wanted, present = (
         {name: leaf for name, leaf in leaves_by_name(tree).items() if name not in left_out}
@@ -214,13 +241,18 @@ def check_same_arrays(expected: Tree, stored: Tree, where: Path, left_out: froze
     for name in sorted({*want, *have}, key=lambda name: (not name.startswith("params"), name)):
         is_param = name.startswith("params")
         what, section = ("model", "[model]") if is_param else ("optimizer", "[optimizer]")
-        if LORA in name.split("/"):
+        if is_adapter := LORA in name.split("/"):
             section = "[lora]"
         if want.get(name) != have.get(name):
+            words = [
+                f"{key}={_format_value(value)}" for key, value in sizes.items()
+                if is_adapter or not key.startswith("lora.")
+            ]  # fmt: skip
+            remedy = f"set {' '.join(words)}," if words else f"change {section} back"
             raise ConfigError(
                 f"checkpoint {where} is of another {what}: {name} has shape "
                 f"{have.get(name, 'none (absent)')} there and {want.get(name, 'none (absent)')} in "
-                f"this configuration; change {section} back or use another run.dir."
+                f"this configuration; {remedy} or use another run.dir."
             )
         kinds = [jnp.issubdtype(leaf[name].dtype, jnp.inexact) for leaf in (wanted, present)]
         if kinds[0] != kinds[1]:

@@ -1,9 +1,10 @@
 """The checkpoints on disk, found by the names of their directories."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
+from jaxpipe.checkpoint.compatibility import Check
 from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import is_address
 from jaxpipe.runtime import storage
@@ -49,23 +50,20 @@ def list_steps(directory: AnyPath) -> list[int]:
     return sorted(int(path.name) for path in directories if path.name.isdecimal())
 
 
-def named_by_step(
-    check: Callable[[AnyPath, dict[str, Any]], None] | None,
-) -> Callable[[AnyPath, dict[str, Any]], None]:
+def named_by_step(check: Check | None) -> Check:
     """A check of a checkpoint's path and metadata: `check`, and that the path is named by the step.
 
     Orbax saves no step below the newest name, so a run could not save after a checkpoint that was
     renamed to a larger number.
     """
 
-    def check_name(path: AnyPath, meta: dict[str, Any]) -> None:
+    def check_name(path: AnyPath, meta: dict[str, Any]) -> Mapping[str, Any]:
         if (step := meta.get("step")) != int(path.name):
             raise ConfigError(
                 f"checkpoint {path} is of step {step}, so it was renamed: rename it to {step}, or "
                 f"move it out of {path.parent}."
             )
-        if check:
-            check(path, meta)
+        return check(path, meta) if check else {}
 
     return check_name
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 from flax.traverse_util import unflatten_dict
 
-from jaxpipe.checkpoint.compatibility import check_same_arrays, drop_absent_variables
+from jaxpipe.checkpoint.compatibility import Check, check_same_arrays, drop_absent_variables
 from jaxpipe.checkpoint.exclusion import leaves_by_name
 from jaxpipe.checkpoint.integrity import DamagedError, succeed_on_all_processes
 from jaxpipe.checkpoint.keying import StateKeying
@@ -39,7 +39,6 @@ from jaxpipe.runtime.file_server import FileServer, fetch, host_for_others, send
 Tree = Any
 Meta = dict[str, Any]
 Say = Callable[[str], None]
-Check = Callable[[Any, Meta], None]
 
 
 class Save(NamedTuple):
@@ -243,8 +242,7 @@ class LocalSaves:
         for name, of in parts.items():
             if sum(math.prod(one.sizes) for one, _ in of) != math.prod(of[0][0].shape):
                 raise DamagedError(f"{name} is not complete")
-        if check:
-            check(self._root, piece.meta)
+        sizes = check(self._root, piece.meta) if check else {}
         stored = unflatten_dict(
             {
                 tuple(name.split("/")): jax.ShapeDtypeStruct(one.shape, one.dtype)
@@ -253,7 +251,7 @@ class LocalSaves:
         )
         like = drop_absent_variables(stored, like)
         shapes = keying.keyed_shapes(like)
-        check_same_arrays(shapes, stored, self._root, frozenset())
+        check_same_arrays(shapes, stored, self._root, sizes=sizes)
         targets, structure = jax.tree.flatten(keying.restore_args(like))
         names = leaves_by_name(shapes)
         keyed = [assemble(target, parts[name]) for name, target in zip(names, targets)]

@@ -1,12 +1,12 @@
 """Read a checkpoint of this run or another, which need not have the same layout."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from jaxpipe.checkpoint.compatibility import check_same_arrays, drop_absent_variables
+from jaxpipe.checkpoint.compatibility import Check, check_same_arrays, drop_absent_variables
 from jaxpipe.checkpoint.disk_keys import EMBED_HEAD, embed_head_key, rename_embed_head
 from jaxpipe.checkpoint.exclusion import Exclusion, leaves_by_name, replace_leaves
 from jaxpipe.checkpoint.handler import StateRestore, make_state_handler
@@ -23,7 +23,6 @@ from jaxpipe.runtime.storage import AnyPath
 
 Tree = Any
 Meta = dict[str, Any]
-Check = Callable[[AnyPath, Meta], None]  # raises `ConfigError` for metadata of another run or model
 
 
 def read_state(
@@ -57,8 +56,7 @@ def read_state(
             )
         if like.keys() == {"params", "variables"} and meta.get("kind") != "params":
             like = {"params": like["params"]}
-        if check:
-            check(path, meta)
+        sizes = check(path, meta) if check else {}
         if has_checksums(meta):
             check_files(path / "state", jax.process_index(), jax.process_count())
     if not has_checksums(meta):
@@ -67,13 +65,17 @@ def read_state(
             f"that its arrays are undamaged"
         )
     with succeed_on_all_processes(path, checked=has_checksums(meta)):
-        return _read_arrays(path, keying, like, exclusion, embed_head_key(meta)), meta
+        return _read_arrays(path, keying, like, exclusion, embed_head_key(meta), sizes), meta
 
 
 def _read_arrays(
-    path: AnyPath, keying: StateKeying, like: Tree, exclusion: Exclusion | None, key: str
-) -> Tree:
-    """Read the arrays of a checkpoint that stores embedding, final norm and head under `key`."""
+    path: AnyPath, keying: StateKeying, like: Tree, exclusion: Exclusion | None, key: str,
+    sizes: Mapping[str, Any],
+) -> Tree:  # fmt: skip
+    """Read the arrays of a checkpoint that stores embedding, final norm and head under `key`.
+
+    `sizes` are settings in which it differs (`Check`).
+    """
 
     def on_disk(keyed: Tree) -> Tree:
         return rename_embed_head(keyed, EMBED_HEAD, key)
@@ -85,7 +87,7 @@ def _read_arrays(
     left_out = frozenset()
     if exclusion:
         left_out = exclusion.match_names(shapes) | exclusion.absent_names(shapes, stored)
-    check_same_arrays(shapes, stored, path, left_out)
+    check_same_arrays(shapes, stored, path, left_out=left_out, sizes=sizes)
     with return_freed_memory():
         state = handler.restore(
             path / "state",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import orbax.checkpoint as ocp
 
+from jaxpipe.checkpoint.compatibility import Check
 from jaxpipe.checkpoint.handler import StateSave, make_state_handler
 from jaxpipe.checkpoint.integrity import FORMAT, DamagedError, add_checksum
 from jaxpipe.checkpoint.keying import StateKeying
@@ -17,7 +18,7 @@ from jaxpipe.checkpoint.listing import check_writable, list_steps, list_unfinish
 from jaxpipe.checkpoint.movement import movement_of
 from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
 from jaxpipe.checkpoint.orbax_stores import use_store_of
-from jaxpipe.checkpoint.restoring import Check, Meta, Tree, read_state
+from jaxpipe.checkpoint.restoring import Meta, Tree, read_state
 from jaxpipe.checkpoint.retention import LINEAGE, Retention
 from jaxpipe.checkpoint.save_barrier import Manager, SaveBarrier
 from jaxpipe.config import ConfigError

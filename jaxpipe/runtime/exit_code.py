@@ -10,9 +10,7 @@ class ExitCode(IntEnum):
     """
 
     DONE = 0
-    FAILED = (
-        1  # what was computed is no good: a loss that is not finite, an error that is too large
-    )
+    FAILED = 1  # what was computed is wrong: a loss that is not finite, an error that is too large
     BAD_INPUT = 2  # also memory that does not suffice, and a run.dir that is in use
     OTHERS_GONE = 3  # another process has exited or never connected
     NOT_SAVED = 4  # the last step could not be saved

@@ -11,7 +11,7 @@ import msgspec
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import CheckpointStore, DamagedError, Exclusion, find_newest, read_state
-from jaxpipe.checkpoint.compatibility import check_same_settings
+from jaxpipe.checkpoint.compatibility import Check, check_same_settings
 from jaxpipe.checkpoint.peft_reading import read_adapters
 from jaxpipe.checkpoint.placing import Read, place_parameters
 from jaxpipe.checkpoint.serving import ServingFiles
@@ -30,7 +30,6 @@ from jaxpipe.training.trainer import Trainer
 
 Tree = Any
 Say = Callable[[str], None]
-Check = Callable[[AnyPath, dict[str, Any]], None]
 
 
 class DataPosition(NamedTuple):

@@ -6,9 +6,11 @@ import shutil
 import typing
 from pathlib import Path
 
+import jax
 import msgspec
 import pytest
 from commands import SMALL
+from flax.traverse_util import unflatten_dict
 from hf_models import LLAMA, QWEN3_MOE, random_tensors, write_model
 
 from jaxpipe import config as configs
@@ -18,6 +20,7 @@ from jaxpipe.checkpoint.compatibility import (
     MAY_DIFFER,
     SHOWN_BY_ARRAYS,
     changed_settings,
+    check_same_arrays,
     check_same_settings,
 )
 from jaxpipe.config import Config, ConfigError, TrainConfig
@@ -90,6 +93,37 @@ def test_the_given_setting_is_named_and_not_what_derives_from_it(there, here, na
     }  # fmt: skip
     assert remedy.startswith(f"set {named.replace(', ', ' ')}, or use another run.dir")
     assert ("allow_changed" in remedy) == ("model.d_model=64" not in here)
+
+
+def test_a_size_that_arrays_show_is_named(starts, capsys):
+    for words in starts:
+        assert train.main([*words, "model.d_ff=96"]) == 2
+        remedy = "in this configuration; set model.d_ff=64, or use another run.dir."
+        assert remedy in capsys.readouterr().err
+
+
+EXPERTS = ["model.n_experts=4", "model.experts_per_token=2"]
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "array", "remedy"),
+    [
+        ([*EXPERTS, "model.d_ff=64"], [*EXPERTS, "model.d_ff=96"], "moe/w_up", "set model.d_ff=64"),
+        (["lora.rank=2"], ["lora.rank=3"], "lora/wq/a", "set lora.rank=2"),
+        ([], ["lora.rank=3", "model.n_layers=5"], "attn/wq", "set model.n_layers=4"),
+    ],
+)  # fmt: skip
+def test_the_remedy_for_an_array_names_what_was_given(there, here, array, remedy):
+    """The width of an expert, which the array shows, derives from that of an MLP."""
+    meta = {"config": configs.to_toml(configs.load(SMALL, there))}
+    config = configs.load(SMALL, here)
+    sizes = check_same_settings(Path("a/1"), meta, config, with_moments=False)
+    want, have = (
+        {"params": unflatten_dict({tuple(array.split("/")): jax.ShapeDtypeStruct((n,), "float32")})}
+        for n in (1, 2)
+    )
+    with pytest.raises(ConfigError, match=f"configuration; {remedy}, or use another run.dir"):
+        check_same_arrays(want, have, Path("a/1"), sizes=sizes)
 
 
 def test_heads_of_the_same_product_are_another_model(starts, capsys):

@@ -248,7 +248,7 @@ def test_adapters_need_a_trained_model(tmp_path, capsys):
     assert "give the model's as checkpoint.resume" in capsys.readouterr().err
     assert train_command([*words, *LORA, "checkpoint.resume=none"]) == 0
     assert train_command(words) == 2
-    assert "change [lora] back" in capsys.readouterr().err
+    assert "set lora.rank=0, or use another run.dir" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
