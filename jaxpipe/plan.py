@@ -160,7 +160,7 @@ def _search(arguments: argparse.Namespace) -> int:
     if arguments.check_gpu:
         _compile_without_device()
     with _no_search_for_cycles():
-        found, result, words = search_layouts(arguments, _hardware(arguments))
+        found, result, sentence = search_layouts(arguments, _hardware(arguments))
     if arguments.json:
         print(json.dumps(search_as_json(found, result), indent=1))
     else:
@@ -170,7 +170,7 @@ def _search(arguments: argparse.Namespace) -> int:
             f"{LEGEND} {result.candidates:,} candidates, {result.simulated:,} simulated.",
             style="dim", soft_wrap=True,
         )  # fmt: skip
-        console.print(f"fastest: {words or 'the configuration as it is'}", soft_wrap=True)
+        console.print(sentence, soft_wrap=True)
     if arguments.check_gpu:
         from jaxpipe.gpu import several
 

@@ -159,6 +159,23 @@ def _done(results: Mapping[ScheduleVariant, Estimate | str], of: int) -> str:
     return f"plan: {len(results)} of {of} schedules{fastest}"
 
 
+def gain_over(own: Estimate, fastest: Estimate, memory: float, name: str = "") -> str:
+    """Return how many more tokens/s `fastest` has than the configured `own`, in words.
+
+    Args:
+      own: of the configuration, which may be for another number of devices.
+      fastest: what is recommended.
+      memory: bytes of a device that jax allocates.
+      name: of `own`, in place of its label.
+    """
+    own_devices, devices = (one.plan.config.parallel.devices for one in (own, fastest))
+    more = fastest.tokens_per_second / own.tokens_per_second * own_devices / devices - 1
+    rate = "tokens/s" if own_devices == devices else "tokens/s per device"
+    than = f"{abs(more):.1%} {'more' if more >= 0 else 'fewer'} {rate} than"
+    fits = "" if own.bytes.total <= memory else ", which does not fit"
+    return f"{than} the configured {name or own.label}{fits}"
+
+
 def estimate(plan: RunPlan, seconds: OpSeconds | None = None) -> Estimate:
     """Simulate a plan, with `seconds` in place of its own."""
     plan = dataclasses.replace(plan, seconds=seconds or plan.seconds)

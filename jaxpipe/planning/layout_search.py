@@ -9,12 +9,14 @@ from msgspec import structs
 
 from jaxpipe.config import Config
 from jaxpipe.planning.bounds import LeastLayout, ScheduleFacts, least_residuals, least_seconds
+from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.devices import Devices
-from jaxpipe.planning.estimate import Estimate, estimate, step_seconds, update_seconds
+from jaxpipe.planning.estimate import Estimate, estimate, gain_over, step_seconds, update_seconds
 from jaxpipe.planning.hardware import Hardware, OpSeconds, op_seconds
 from jaxpipe.planning.memory import layout_of, rank_bytes
 from jaxpipe.planning.progress import PlanProgress
 from jaxpipe.planning.resolve import RunPlan, arrange, layers_of, schedule_of
+from jaxpipe.planning.size_checks import resolve_sizes
 from jaxpipe.planning.space import SearchSpace
 from jaxpipe.runtime.environment import usable_share
 from jaxpipe.schedule import Placement, Schedule, ScheduleError, find_family
@@ -127,6 +129,20 @@ class LayoutSearch:
                 result.add(fastest, self.keep)
             self._progress(lambda: _done(result))
         return result
+
+    def gain(self, fastest: Found) -> str:
+        """Return how many more tokens/s a result has than the configuration itself, in words."""
+        config = self.space.config
+        try:
+            check_settings(config)
+            is_for_any = config.parallel.dp == -1
+            config = resolve_sizes(config, self.space.devices if is_for_any else None)
+            seconds = op_seconds(config, self.hardware)
+            own = estimate(replace(arrange(config, self._devices), seconds=seconds))
+        except ValueError as error:
+            return f"the configuration itself is not possible ({str(error).rstrip('.')})"
+        name = f"{config.parallel.mesh} {own.label}"
+        return gain_over(own, fastest.estimate(), self.usable, name)
 
     def every(self) -> Iterator[Found]:
         """Yield the fastest of every schedule on every shape, without any bound (slow)."""

@@ -42,7 +42,7 @@ def search_layouts(
 ) -> tuple[list[Estimate], SearchResult, str]:
     """Return the best of the search that arguments of `plan` ask for, the fastest first.
 
-    Also returns the settings of the fastest that differ from the configuration, as words.
+    Also returns a sentence: what the fastest gains over the configuration, and in which settings.
 
     Raises `ConfigError` where nothing is possible, or nothing fits.
     """
@@ -55,9 +55,8 @@ def search_layouts(
     result = search.run()
     if not result.best:
         raise ConfigError(nothing_found(search, result))
-    fastest = result.best[0].plan.config
-    return (
-        [one.estimate() for one in result.best],
-        result,
-        words_of(changed(config, fastest, SEARCHED)),
-    )
+    words = words_of(changed(config, result.best[0].plan.config, SEARCHED))
+    sentence = "fastest: the configuration as it is"
+    if words:
+        sentence = f"fastest: {search.gain(result.best[0])}. To run it: {words}"
+    return [one.estimate() for one in result.best], result, sentence

@@ -13,7 +13,7 @@ from jaxpipe.config import Config
 from jaxpipe.planning.advice import Advice
 from jaxpipe.planning.candidates import with_variant
 from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.estimate import Estimate
+from jaxpipe.planning.estimate import Estimate, gain_over
 from jaxpipe.planning.hardware import OpSeconds
 from jaxpipe.planning.settings import changed, words_of
 from jaxpipe.schedule import FAMILIES
@@ -168,10 +168,7 @@ class Plan:
         words = words_of(changed(self.config, named, {"parallel": _OF_VARIANT}))
         gain = "the configured schedule is not possible"
         if own:
-            more = fastest.tokens_per_second / own.tokens_per_second - 1
-            than = f"{abs(more):.1%} {'more' if more >= 0 else 'fewer'} tokens/s than"
-            fits = "" if own.bytes.total <= self.memory else ", which does not fit"
-            gain = f"{than} the configured {own.label}{fits}"
+            gain = gain_over(own, fastest, self.memory)
         return f"; {gain}. To run it: {words}"
 
     def _table(self) -> Table:

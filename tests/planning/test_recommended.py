@@ -6,6 +6,7 @@ import re
 import pytest
 from commands import SMALL
 
+from jaxpipe import config as configs
 from jaxpipe.plan import main
 from jaxpipe.planning.progress import PlanProgress
 
@@ -47,14 +48,23 @@ def test_the_configured_schedule_may_be_the_fastest(capsys):
 
 
 @pytest.mark.extended
-def test_a_search_prints_the_settings_of_the_fastest(capsys):
+def test_a_search_prints_the_gain_and_the_settings_of_the_fastest(capsys):
     fixed = ["parallel.pp=2", "parallel.tp=1", "train.microbatch_size=1", "train.remat=none"]
     words = [str(SMALL), *fixed, "--search", "--devices", "2"]
     assert main(words) == 0
-    settings = capsys.readouterr().out.split("fastest: ")[1].split()
+    sentence, settings = capsys.readouterr().out.split("fastest: ")[1].split(". To run it: ")
     assert main([*words, "--json"]) == 0
-    best = json.loads(capsys.readouterr().out)["best"][0]["settings"]
-    for word in settings:
+    fastest = json.loads(capsys.readouterr().out)["best"][0]
+    assert main([str(SMALL), *fixed, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    own = next(row for row in plan["schedules"] if row["configured"])["tokens_per_second"]
+    devices = configs.load(SMALL, fixed).parallel.devices  # those of the search are 2
+    ratio = fastest["tokens_per_second"] / 2 / (own / devices)
+    assert float(sentence.partition("%")[0]) == pytest.approx(100 * (ratio - 1), abs=0.06)
+    rate = "tokens/s per device" if devices > 2 else "tokens/s"
+    assert sentence.endswith(f"% more {rate} than the configured pp=2 dp={devices // 2} tp=1 1f1b")
+    best = fastest["settings"]
+    for word in settings.split():
         name, _, value = word.partition("=")
         section, key = name.split(".")
         assert str(best[section][key]).lower() == value.replace("''", "")
