@@ -206,6 +206,13 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
     options.check_positive(rounds=arguments.rounds)
     options.check_torch(arguments.torch)
     options.check_out(arguments.out)
+    peers = filter(None, map(variants.peer_of, arguments.schedules)) if arguments.torch else ()
+    stages, layers = max([PP, *map(variants.peer_stages, peers)]), config.model.n_layers
+    if layers % stages:
+        raise ConfigError(
+            f"model.n_layers={layers} must be a multiple of the {stages} stages, which have the "
+            f"same number of layers in this comparison: change it."
+        )
     for microbatches in arguments.microbatches:
         if microbatches % PP:
             raise ConfigError(f"--microbatches {microbatches} must be even, for two replicas.")

@@ -66,6 +66,11 @@ def peer_of(name: str) -> str | None:
     return PEERS.get(name.partition(":")[0])
 
 
+def peer_stages(peer: str) -> int:
+    """Return the number of stages of a schedule class of PyTorch, as `torch_worker` builds them."""
+    return PP if peer in ("ScheduleGPipe", "Schedule1F1B") else 2 * PP
+
+
 def predict_seconds(config: Config, seconds: OpSeconds) -> float:
     """Return the planner's seconds of a step, without the optimizer update."""
     return estimate(resolve(config, CPUS), seconds).seconds

@@ -252,6 +252,11 @@ def test_the_published_comparison_of_schedules_is_reproduced():
         (["--schedules", "1f1b:w=2"], "--schedules 1f1b:w=2: write v=N"),
         (["--schedules", "dualpipe", "--microbatches", "2"], "dualpipe needs"),
         (["--microbatches", "3"], "--microbatches 3 must be even"),
+        (["model.n_layers=3"], "model.n_layers=3 must be a multiple of the 2 stages"),
+        (
+            ["model.n_layers=6", "--schedules", "zbv", "--torch", sys.executable],
+            "model.n_layers=6 must be a multiple of the 4 stages",
+        ),
         (["--rounds", "0"], "--rounds 0 must be at least 1"),
         (["--rounds", "1", "train.steps=x"], "train.steps: expected `int`"),
         (["--torch", "/nowhere/python"], "cannot be started"),
