@@ -5,13 +5,12 @@ given, and a remedy.
 """
 
 import codecs
-import difflib
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 import tomli_w
@@ -22,6 +21,7 @@ from jaxpipe.config.path_types import AnyPath, LocalPath, StatePath
 from jaxpipe.config.paths import CHECKPOINT_STORES, check_local, check_path
 from jaxpipe.config.secrets import mask_secrets
 from jaxpipe.config.sections import Config
+from jaxpipe.config.values import check_value, nearest
 from jaxpipe.model import FAMILIES, PRESETS, ModelConfig
 
 _RENAMED = {  # keys of older configurations, and their present names
@@ -29,7 +29,6 @@ _RENAMED = {  # keys of older configurations, and their present names
     "optimizer": {"decay_of_ends": "decay_of_embed_head"},
 }
 _LEAST_FLOAT32, _MOST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers
-_LISTED = {tuple[int, ...]: "integers", tuple[str, ...]: "strings"}
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -161,7 +160,7 @@ def _with_preset(tree: dict[str, Any]) -> dict[str, Any]:
     if not name or not isinstance(name, str):
         return tree
     if name not in PRESETS:
-        near = _nearest(re.sub(r"\W", "_", name.lower().rpartition("/")[2]), PRESETS)
+        near = nearest(re.sub(r"\W", "_", name.lower().rpartition("/")[2]), PRESETS)
         meant = f"did you mean {near}? " if near else ""
         raise ConfigError(f"unknown model.preset={name!r}: {meant}use one of {', '.join(PRESETS)}.")
     family = PRESETS[name]["family"]
@@ -178,7 +177,11 @@ def _sections(tree: Mapping[str, Any]) -> dict[str, Any]:
     model = tree.get("model")
     name = (model if isinstance(model, Mapping) else {}).get("family", ModelConfig.DEFAULT)
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ConfigError(f"unknown model.family={name!r}: use one of {', '.join(FAMILIES)}.")
+        near = nearest(str(name).lower(), FAMILIES)
+        meant = f"did you mean {near}? " if near else ""
+        raise ConfigError(
+            f"unknown model.family={name!r}: {meant}use one of {', '.join(FAMILIES)}."
+        )
     return get_type_hints(Config) | {"model": FAMILIES[name].config}
 
 
@@ -228,7 +231,7 @@ def _unknown_section(name: str, tree: Mapping[str, Any], sections: Mapping[str, 
             f"{', '.join(f'[{other}]' for other in unknown)}, as other trainers have: {names}; "
             f"{PAGE} lists more, and configs/ has files to start from."
         )
-    near = SECTIONS.get(name) or _nearest(name, sections)
+    near = SECTIONS.get(name) or nearest(name, sections)
     meant = f"did you mean [{near}]? " if near else ""
     return f"unknown section [{name}]: {meant}Sections are {', '.join(sections)}."
 
@@ -240,17 +243,12 @@ def _meaning(section: str, key: str, sections: Mapping[str, Any]) -> str | None:
     return meaning(section, key) or same
 
 
-def _nearest(word: str, known: Iterable[str]) -> str | None:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return near[0] if near else None
-
-
 def _nearest_key(name: str, key: str, sections: Mapping[str, Any]) -> str | None:
     """The setting with this key in another section, or with the most similar key in this one."""
     for section, record in sections.items():
         if key in record.__struct_fields__:
             return f"{section}.{key}"
-    near = _nearest(key, sections[name].__struct_fields__)
+    near = nearest(key, sections[name].__struct_fields__)
     return near and f"{name}.{near}"
 
 
@@ -299,51 +297,11 @@ def _check_values(tree: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
         for field in msgspec.structs.fields(section):
             key = f"{name}.{field.name}"
             if field.name in given:
-                _check_value(key, given[field.name], hints[field.name])
+                check_value(key, given[field.name], hints[field.name])
             elif field.required and (name in tree or _is_required(name)):
-                raise ConfigError(f"{key} is missing: give it a value.")
+                preset = ", or [model] a preset" * (name == "model")
+                raise ConfigError(f"{key} is missing: give it a value{preset}.")
 
 
 def _is_required(section: str) -> bool:
     return next(field.required for field in msgspec.structs.fields(Config) if field.name == section)
-
-
-def _check_value(key: str, value: Any, hint: Any) -> None:
-    kinds = (hint, *get_args(hint))
-    choices = [repr(v) for kind in kinds if get_origin(kind) is Literal for v in get_args(kind)]
-    choices += [f"a list of {_LISTED[kind]}" for kind in kinds if kind in _LISTED]
-    choices += ["true", "false"] if choices and bool in kinds else []
-    bounded = [kind for kind in kinds if choices and get_origin(kind) is Annotated]
-    choices += [f"a number of at least {kind.__metadata__[0].ge}" for kind in bounded]
-    try:
-        msgspec.convert(value, hint)
-    except msgspec.ValidationError as error:
-        if choices and not isinstance(value, list):
-            raise ConfigError(
-                f"unknown {key}={value!r}: use one of {', '.join(choices)}."
-            ) from error
-        rule, _, place = str(error).partition(" - at `$")  # place: an entry of a list, "[1]`"
-        expected = rule.partition(", got ")[0]  # "Expected `int` >= 1"
-        sentence = expected[:1].lower() + expected[1:]  # names in it keep their case
-        for index, name in re.findall(r"\[(\d+)\]|\.(\w+)", place):
-            value = value[int(index)] if index else value[name]
-        remedy = _other_spelling(expected, value)
-        raise ConfigError(f"{key}{place[:-1]}: {sentence}, got {value!r}{remedy}.") from error
-
-
-def _other_spelling(expected: str, value: Any) -> str:
-    """Advice on a value of the right meaning in the notation of another language."""
-    if expected == "Expected `str`" and not isinstance(value, list | dict):
-        return """: quote it, in a shell as '"..."'"""
-    word = str(value).lower()
-    if word in ("none", "null"):
-        return ": leave the setting out, which takes its default"
-    for toml, words in {
-        "true": ("true", "yes", "on", "1"),
-        "false": ("false", "no", "off", "0"),
-    }.items():
-        if expected == "Expected `bool`" and word in words:
-            return f": write {toml}"
-    if expected.startswith("Expected `int`") and isinstance(value, float) and value.is_integer():
-        return f": write {int(value)}"
-    return ""

@@ -34,6 +34,10 @@ def run(
         return _run(command, failures, interrupted)
     except BrokenPipeError:  # of the output: `_run` handles others
         return 128 + signal.SIGPIPE
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # rich ends with 1, as a failure does
+            return 128 + signal.SIGPIPE
+        raise
     finally:
         for output in (sys.stdout, sys.stderr):
             flush_or_drop(output)

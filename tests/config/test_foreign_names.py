@@ -176,10 +176,35 @@ def test_a_config_json_or_yaml_in_place_of_the_toml_file(tmp_path):
         ("train.steps=1e3", "write 1000"),
         ("train.steps=None", "leave the setting out, which takes its default"),
         ("model.preset=meta-llama/Llama-3.1-8B", "did you mean llama3_1_8b"),
+        ("model.family=llama3", "did you mean llama? "),
+        ('train.steps="10"', "write 10."),
+        ("optimizer.lr=.001", "write 0.001."),
+        ("train.compute_dtype=bf16", "did you mean 'bfloat16'? "),
+        ("train.compute_dtype=torch.float16", "did you mean 'float16'? "),
+        ("optimizer.decay=Cosine", "did you mean 'cosine'? "),
+        ("train.remat=false", "did you mean 'none'? "),
+        (
+            "lora.targets=wq,wk",
+            """write ["wq", "wk"], in a shell as lora.targets='["wq", "wk"]'.""",
+        ),
+        ("debug.ticks=1", "write [1], in a shell as"),
+        ('data.sources=[{path="a", wieght=1}]', "data.sources[0].wieght: did you mean weight? Its"),
+        ("data.sources=[{weight=1}]", "data.sources[0].path is missing"),
+        ("data.sources={}", "expected a list, got {}"),
+        ("data.sources=[1]", "data.sources[0]: expected a table `{...}`, got 1"),
     ],
 )
 def test_values_in_other_notations_name_the_right_one(override, remedy):
     assert remedy in refusal(override)
+
+
+def test_a_value_that_no_quotes_make_right_is_not_to_be_quoted():
+    assert refusal("checkpoint.resume=false").endswith("expected `str`, got False.")
+
+
+def test_a_file_without_a_model_is_told_of_presets(tmp_path):
+    (tmp_path / "own.toml").write_text("[train]\nsteps = 3\n")
+    assert "give it a value, or [model] a preset" in refusal(config=tmp_path / "own.toml")
 
 
 def test_what_has_no_meaning_here_has_none():

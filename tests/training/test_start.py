@@ -179,7 +179,7 @@ def test_a_whole_state_goes_on_with_new_leaves_and_fresh_moments_of_them(tmp_pat
         (
             "embed_head/head",
             [],
-            "unknown checkpoint.exclude='embed_head/head': use one of a list of strings",
+            "checkpoint.exclude: expected a list of strings, got 'embed_head/head': write [",
         ),
     ],
 )
