@@ -30,6 +30,8 @@ def run(
       failures: errors that mean that the result is no good (`ExitCode.FAILED`).
       interrupted: the message after Ctrl-C.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of `jaxpipe/__init__.py`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return _run(command, failures, interrupted)
     except BrokenPipeError:  # of the output: `_run` handles others

@@ -1,7 +1,9 @@
 """Errors of commands become exit codes in one place, which the launch scripts agree with."""
 
 import errno
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -120,3 +122,26 @@ def test_a_python_without_the_packages_is_one_sentence(name):
     assert made.returncode == 1
     assert made.stderr.startswith("error: this Python lacks the packages of jaxpipe")
     assert made.stderr.count("\n") == 1
+
+
+def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path):
+    slow = "import time; print('importing', flush=True); time.sleep(60)"
+    (tmp_path / "msgspec.py").write_text(slow)
+    with subprocess.Popen(
+        [sys.executable, "-m", "jaxpipe.plan", "--help"], env=os.environ | {"PYTHONPATH": tmp_path},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as started:  # fmt: skip
+        assert started.stdout.readline() == "importing\n"
+        started.send_signal(signal.SIGINT)
+        assert started.stderr.read() == ""
+    assert started.returncode == -signal.SIGINT
+
+
+def test_ctrl_c_during_the_work_has_a_sentence(capsys):
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # as after the imports of a command
+    try:
+        assert command.run(lambda: signal.raise_signal(signal.SIGINT)) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "interrupted\n"
