@@ -12,7 +12,6 @@ from jaxpipe.data.balance import BalancedOrder
 from jaxpipe.data.batches import DataSplit, SourceSamples, heldout_order, training_order
 from jaxpipe.data.corpus import open_corpus_documents
 from jaxpipe.data.documents import ShardedDocuments
-from jaxpipe.data.manifest import read_manifest
 from jaxpipe.data.packing import pack_documents
 from jaxpipe.data.pairs import OF_PAIR, PairOrder, PairSamples
 from jaxpipe.data.samples import (
@@ -22,10 +21,9 @@ from jaxpipe.data.samples import (
     StreamSamples,
     TokenSamples,
 )
+from jaxpipe.data.source_checks import check_disjoint, check_records
 from jaxpipe.data.token_files import (
     check_tokenizers,
-    find_bare_files,
-    find_prepared_folders,
     open_documents,
 )
 from jaxpipe.data.tokens import BareShard
@@ -261,55 +259,7 @@ def _pack_documents(
     return PackedSamples(documents, packing, shared)
 
 
-def _check_disjoint(
-    to_train_on: Sequence[ShardedDocuments], held_out: Sequence[ShardedDocuments]
-) -> None:
-    """Raise `ConfigError` for a file that is trained on twice, or both trained on and held out.
-
-    Hard and symbolic links count as the same file; a held-out file may not be a copy either.
-    """
-    files: dict[tuple[int, int], Path] = {}
-    digests: dict[str, Path] = {}
-    for shard in (shard for documents in to_train_on for shard in documents.shards):
-        status = shard.path.stat()
-        if other := files.get(file := (status.st_dev, status.st_ino)):
-            raise ConfigError(
-                f"{shard.path} is to be trained on twice, also as {other}: name a file once in "
-                f"[data], and give its source a larger weight if it is to be seen more often."
-            )
-        files[file] = digests[shard.digest] = shard.path
-    for shard in (shard for documents in held_out for shard in documents.shards):
-        status = shard.path.stat()
-        other = files.get((status.st_dev, status.st_ino)) or digests.get(shard.digest)
-        if other:
-            name = "" if other == shard.path else f", as {other}"
-            raise ConfigError(
-                f"data.heldout_path names {shard.path}, which is also trained on{name}: take it "
-                f"out of what is trained on, or leave data.heldout_path out."
-            )
-
-
 Weighted = tuple[ShardedDocuments, float]
-
-
-def _check_records(path: str, *, in_pairs: bool) -> None:
-    """Raise `ConfigError` unless all that a path names are pairs, or nothing is."""
-    folders = find_prepared_folders(path)
-    if in_pairs and not (folders and all(read_manifest(folder).pairs for folder in folders)):
-        raise ConfigError(
-            f"train.loss='dpo' reads pairs, but {path} is no folder that `python -m jaxpipe.data "
-            f"prepare --pairs` wrote: prepare it so."
-        )
-    if in_pairs and (others := find_bare_files(path)):
-        raise ConfigError(
-            f"train.loss='dpo' reads pairs, but {path} also names {others[0]}, no prepared "
-            f"folder: name the folders alone."
-        )
-    if not in_pairs and any(read_manifest(folder).pairs for folder in folders):
-        raise ConfigError(
-            f"{path} has pairs of answers, and training on both as text would teach the rejected "
-            f"ones too: set train.loss=dpo, or prepare it without --pairs."
-        )
 
 
 def fetch_data(config: DataConfig) -> None:
@@ -337,7 +287,7 @@ def _open_sources(
     sources = config.sources or (SourceConfig(path=config.path),)
     for path in [*(one.path for one in sources if one.weight), config.heldout_path]:
         if path:
-            _check_records(path, in_pairs=together > 1)
+            check_records(path, in_pairs=together > 1)
     ignored = frozenset(config.ignore_columns)
     opened = [
         (open_documents(source.path, vocab_size, ignored), source.weight)
@@ -348,7 +298,7 @@ def _open_sources(
     apart = [(open_documents(heldout, vocab_size, ignored), 1.0)] if heldout else []
     known = [documents for documents, _ in (*opened, *apart) if documents.tokenizer]
     check_tokenizers({documents.tokenizer: documents.place for documents in known})
-    _check_disjoint([documents for documents, _ in opened], [documents for documents, _ in apart])
+    check_disjoint([documents for documents, _ in opened], [documents for documents, _ in apart])
     if apart:
         return opened, apart
     fraction = config.heldout_fraction

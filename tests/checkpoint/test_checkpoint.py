@@ -2,78 +2,28 @@
 
 import itertools
 import resource
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import pytest
+from checkpoint_states import layer, make_state, open_at
 from commands import SMALL
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint import FORMAT, CheckpointStore, StateKeying, read_state
+from jaxpipe.checkpoint import FORMAT, StateKeying, read_state
 from jaxpipe.checkpoint import keying as keying_module
 from jaxpipe.checkpoint.handler import copy_to_host
 from jaxpipe.checkpoint.integrity import read_meta
 from jaxpipe.checkpoint.listing import list_steps
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import ConfigError
-from jaxpipe.parallel import Sharding, StageLayout, make_mesh
 from jaxpipe.training.trainer import Trainer
 
-LAYERS = 7
 DATA = Path(__file__).parents[1] / "data"
-
-
-def layer(index, width=6):
-    return {"attn": {"wq": index + jnp.arange(width * 4.0).reshape(width, 4)}, "norm": jnp.ones(4)}
-
-
-def make_state(counts, dp=1, width=6):
-    """Return `(state, keying)`: stage-stacked parameters and Adam moments on a mesh."""
-    pp, layout = len(counts), StageLayout(tuple(counts))
-    mesh = make_mesh(pp, dp, devices=jax.devices()[: pp * dp])
-    params = {
-        "embed_head": {"embed": jnp.arange(12.0 * 8).reshape(12, 8), "norm": jnp.arange(5.0)},
-        "layers": layout.stack([layer(i, width) for i in range(layout.layers)]),
-    }
-    sharding = Sharding(mesh)
-    put = lambda tree: jax.device_put(tree, sharding.named_shardings(tree))  # noqa: E731
-    moments = optax.adamw(1e-3).init(params)
-    moments = optax.tree.map_params(optax.adamw(1e-3), lambda leaf: leaf + 0.5, moments)
-    # Layer slots without a layer hold zeros in a real state; restore leaves zeros there.
-    blank = layout.stack(
-        [jax.tree.map(jnp.ones_like, layer(i, width)) for i in range(layout.layers)]
-    )
-    blank = {"embed_head": jax.tree.map(jnp.ones_like, params["embed_head"]), "layers": blank}
-    is_stage = lambda node: isinstance(node, dict) and "embed_head" in node  # noqa: E731
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    moments = jax.tree.map(
-        lambda node: (
-            put(jax.tree.map(jnp.multiply, node, blank))
-            if is_stage(node)
-            else jax.device_put(node, everywhere)
-        ),
-        moments,
-        is_leaf=is_stage,
-    )
-    state = {"params": put(params), "optimizer": moments}
-    return state, StateKeying(layout, sharding)
-
-
-def keyed_numpy(state, keying):
-    return jax.tree.map(np.asarray, keying.to_keyed(state))
-
-
-def open_at(directory, keying, **options):
-    return CheckpointStore(
-        directory, **({"keep": 3, "asynchronous": True} | options), keying=keying
-    )
 
 
 def test_a_save_that_fails_leaves_no_old_checkpoint_for_good(tmp_path):
@@ -298,59 +248,6 @@ def test_keeps_the_latest(tmp_path):
         assert checkpoints.steps == [3, 4]
 
 
-def test_checkpoints_of_another_run_are_not_removed(tmp_path):
-    """Those that were there before the run count as its own only if it goes on from them."""
-    state, keying = make_state((7,))
-    with open_at(tmp_path / "A", keying, keep=2) as first:
-        for step in (1, 2):
-            first.save(step, state, {"position": 0})
-    for other in ("B", "C"):
-        shutil.copytree(tmp_path / "A", tmp_path / other)
-    with open_at(tmp_path / "A", keying, keep=2) as again:
-        again.restore(state, print)
-        again.save(3, state, {"position": 0})
-    assert list_steps(tmp_path / "A") == [2, 3]
-    with open_at(tmp_path / "B", keying, keep=2) as other:
-        for step in (3, 4, 5):
-            other.save(step, state, {"position": 0})
-    assert list_steps(tmp_path / "B") == [1, 2, 4, 5]
-    with open_at(tmp_path / "C", keying, keep=2) as swapped:
-        swapped.restore(state, print)
-        shutil.rmtree(tmp_path / "C" / "2")
-        (tmp_path / "B" / "4").rename(tmp_path / "C" / "2")
-        for step in (3, 4):
-            swapped.save(step, state, {"position": 0})
-    assert list_steps(tmp_path / "C") == [2, 3, 4]
-
-
-def test_nothing_is_written_or_removed_in_a_directory_of_another_start(tmp_path):
-    state, keying = make_state((7,))
-    is_other = []
-
-    def check():
-        if is_other:
-            raise SystemExit(2)
-
-    with open_at(tmp_path, keying, keep=1, check_owner=check) as checkpoints:
-        checkpoints.save(1, state, {"position": 0})
-        checkpoints.wait()
-        (tmp_path / "9.orbax-checkpoint-tmp").mkdir()  # which another start is writing
-        is_other.append(True)
-        with pytest.raises(SystemExit):
-            checkpoints.save(2, state, {"position": 0})
-        is_other.clear()
-        assert (tmp_path / "9.orbax-checkpoint-tmp").exists()
-    assert list_steps(tmp_path) == [1]
-
-
-def test_directory_that_cannot_be_written(tmp_path):
-    _, keying = make_state([2, 1])
-    file = Path(tmp_path / "file")
-    file.touch()
-    with pytest.raises(ConfigError, match="cannot be written"):
-        open_at(file / "checkpoints", keying)
-
-
 def test_a_leaf_of_another_kind_is_named(tmp_path):
     state, keying = make_state([2, 1])
     whole = state | {"params": jax.tree.map(lambda leaf: leaf.astype(jnp.int32), state["params"])}
@@ -363,29 +260,3 @@ def test_a_leaf_of_another_kind_is_named(tmp_path):
         ),
     ):
         checkpoints.restore(state, say=pytest.fail)
-
-
-def test_a_directory_that_is_lost_while_training_stops_nothing(tmp_path):
-    state, keying = make_state([2, 1])
-    said = []
-    with open_at(tmp_path / "saves", keying, say=said.append) as checkpoints:
-        checkpoints.save(1, state, {})
-        checkpoints.wait()
-        (tmp_path / "saves").rename(tmp_path / "elsewhere")
-        (tmp_path / "saves").touch()  # root could write into a directory that is read-only
-        checkpoints.save(2, state, {})
-    assert said
-    assert all("a checkpoint could not be written" in line for line in said)
-    with open_at(tmp_path / "elsewhere", keying) as checkpoints:
-        assert checkpoints.restore(state, say=pytest.fail)[1]["step"] == 1
-
-
-def test_a_directory_that_was_removed_is_made_again(tmp_path):
-    state, keying = make_state([2, 1])
-    with open_at(tmp_path / "saves", keying, say=pytest.fail) as checkpoints:
-        checkpoints.save(1, state, {})
-        checkpoints.wait()
-        shutil.rmtree(tmp_path / "saves")
-        checkpoints.save(2, state, {})
-        assert checkpoints.is_written(2)
-        assert not checkpoints.is_written(1)

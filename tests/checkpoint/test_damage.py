@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 import xxhash
+from checkpoint_states import make_state, open_at
 from commands import SMALL
-from test_checkpoint import make_state, open_at
 
 from jaxpipe import train
 from jaxpipe.checkpoint import DamagedError, integrity, read_state, restoring
