@@ -59,7 +59,7 @@ from jaxpipe.planning.size_checks import resolve_sizes
 from jaxpipe.runtime import command
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.runtime.environment import usable_share
-from jaxpipe.schedule import draw_timeline, fuse_steps, write_schedule
+from jaxpipe.schedule import draw_timeline, find_family, fuse_steps, write_schedule
 from jaxpipe.schedule.figure import draw_figure
 
 
@@ -139,7 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--save", type=local_path, metavar="DIR", help="write the compiled step to DIR")
     add("--devices", type=_counts, metavar="N[,...]",
         help="number of devices, also for dp=-1; several only with --check-gpu")  # fmt: skip
-    add("--schedules", type=_words, metavar="NAME[,...]", help="schedules to compile (--check-gpu)")
+    add("--schedules", type=_words, metavar="NAME[,...]",
+        help="schedules besides the configured one, or to compile (--check-gpu)")  # fmt: skip
     add("--json", action="store_true", help="print everything as one JSON object")
     add("--rules", action=_PrintRules, nargs=0, help="print the rules between settings, and exit")
     return parser
@@ -197,8 +198,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     overrides = arguments.overrides
     if arguments.costs:
         overrides = [*overrides, string_override("parallel.costs", arguments.costs)]
-    if len(arguments.devices or ()) > 1 or arguments.schedules:
-        raise ConfigError("several --devices and --schedules are for --check-gpu: leave them out.")
+    if len(arguments.devices or ()) > 1:
+        raise ConfigError("several --devices are for --check-gpu: give one.")
     config = configs.load(arguments.config, overrides)
     check_settings(config)
     config = resolve_sizes(config, (arguments.devices or [None])[0])
@@ -211,8 +212,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         with _no_search_for_cycles(), helpers(forwards) as pool:
             seconds = op_seconds(config, hardware)
             found, refused = estimates(
-                config, seconds, devices=devices, helpers=pool, progress=PlanProgress()
-            )
+                config, seconds, devices=devices, helpers=pool, progress=PlanProgress(),
+                families=[find_family(name).name for name in arguments.schedules or ()],
+            )  # fmt: skip
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if not found:

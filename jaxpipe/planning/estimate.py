@@ -1,7 +1,7 @@
 """Estimates of what candidates cost: time, bubbles, bytes and messages."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -114,6 +114,7 @@ def estimates(
     seconds: OpSeconds,
     *,
     devices: Devices | None = None,
+    families: Collection[str] = (),
     helpers: Executor | None = None,
     progress: PlanProgress | None = None,
 ) -> tuple[list[Estimate], dict[str, str]]:
@@ -125,10 +126,12 @@ def estimates(
       config: of the run, with concrete sizes.
       seconds: costs of ops.
       devices: of the run; None: none is present (`Devices.planned`).
+      families: names of the schedules besides the configuration's own; empty: all.
       helpers: processes that compute the estimates (`planning.helpers`); None: this process does.
       progress: prints how many are done, and the fastest of them.
     """
-    every = variants(config)
+    own, *others = variants(config)
+    every = [own, *(one for one in others if not families or one.family in families)]
     known = {}
     if helpers:
         known = {essentials(one): costs_of(one) for one in with_known_vocabulary(config)}
@@ -143,7 +146,7 @@ def estimates(
             progress(lambda: _done(results, len(every)))
     refused = {v.label: results[v] for v in every if isinstance(results[v], str)}
     rows = [
-        dataclasses.replace(results[v], configured=v == every[0])
+        dataclasses.replace(results[v], configured=v == own)
         for v in every
         if v.label not in refused
     ]

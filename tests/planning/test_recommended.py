@@ -47,6 +47,15 @@ def test_the_configured_schedule_may_be_the_fastest(capsys):
     assert "which the configuration names" in capsys.readouterr().out
 
 
+def test_named_schedules_are_shown_beside_the_configured_one(capsys):
+    rows = plan(capsys, "--schedules", "gpipe,zb_h1")["schedules"]
+    names = [row["schedule"] for row in rows]
+    assert {name.split()[0] for name in names} == {"1f1b", "gpipe", "zb_h1"}
+    assert sum(row["configured"] for row in rows) == names.count("1f1b") == 1
+    assert main([str(SMALL), *SIZES, "--schedules", "gpip"]) == 2
+    assert "unknown schedule 'gpip': did you mean gpipe?" in capsys.readouterr().err
+
+
 @pytest.mark.extended
 def test_a_search_prints_the_gain_and_the_settings_of_the_fastest(capsys):
     fixed = ["parallel.pp=2", "parallel.tp=1", "train.microbatch_size=1", "train.remat=none"]
