@@ -7,7 +7,7 @@ A permute has one lane per message that a rank may send in one tick: a y, a dx, 
 a cell computes both for the same neighbour (V-shaped and bidirectional placements).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
@@ -92,17 +92,17 @@ def assign_lanes(schedule: Schedule, sent: list[Message]) -> tuple[Lane, ...]:
 
     Raises `ScheduleError` for a message to a rank that is not next on the ring.
     """
-    kinds: dict[int, set[str]] = defaultdict(set)
-    from_cell: dict[tuple[int, int, int], set[str]] = defaultdict(set)
+    together: Counter[tuple[int, int, int]] = Counter()  # messages of a cell: one y, one dx or both
+    kinds = set()
     for message in sent:
         if message.sender != message.receiver:
             hop = message_direction(message, schedule)
-            kinds[hop].add(message.value.kind)
-            from_cell[hop, message.computed_tick, message.sender].add(message.value.kind)
-    crowded = {hop for (hop, *_), together in from_cell.items() if len(together) == 2}
+            kinds.add((hop, message.value.kind))
+            together[hop, message.computed_tick, message.sender] += 1
+    crowded = {hop for (hop, _, _), count in together.items() if count == 2}
     lanes: list[Lane] = []
-    for hop in sorted(kinds, reverse=True):
-        every = tuple(kind for kind in ("y", "dx") if kind in kinds[hop])
+    for hop in sorted({hop for hop, _ in kinds}, reverse=True):
+        every = tuple(kind for kind in ("y", "dx") if (hop, kind) in kinds)
         lanes += [Lane(hop, (kind,)) for kind in every] if hop in crowded else [Lane(hop, every)]
     return tuple(lanes)
 

@@ -58,7 +58,7 @@ def action_key(action: Action) -> SlotKey:
     return SlotKey(action.stage, action.microbatch)
 
 
-def sequence_key(action: Action, schedule: Schedule) -> SlotKey:
+def sequence_key(action: Action | SlotKey, schedule: Schedule) -> SlotKey:
     """Return the owner of the state that the slices of an action's sequence share."""
     first = action.microbatch - action.microbatch % schedule.slices
     return SlotKey(action.stage, first)
@@ -68,23 +68,22 @@ def live_intervals(
     schedule: Schedule, grid: Grid, inputs: dict[Action, Message], lockstep: Lockstep
 ) -> list[Buffers[dict[Hashable, Interval]]]:
     """Return every rank's live intervals by buffer: in the inbox by reader, else by `SlotKey`."""
-    when = {
-        action: tick for tick, row in enumerate(grid) for cell in row for action in cell.actions
-    }
+    when: dict[Op, dict[SlotKey, int]] = {op: {} for op in Op}  # ticks
+    for tick, row in enumerate(grid):
+        for cell in row:
+            for op, *key in cell.actions:
+                when[op][SlotKey(*key)] = tick
     intervals = [Buffers(*({} for _ in Buffers._fields)) for _ in range(schedule.pp)]
     if schedule.slices > 1:
         _add_states(intervals, schedule, when)
     for action, message in inputs.items():
         if message.stored_tick is not None:
             intervals[message.receiver].inbox[action] = (message.stored_tick, message.read_tick)
-    for forward, start in when.items():
-        if forward.op is not Op.F:
-            continue
-        rank_intervals = intervals[schedule.placement.rank(forward.stage, forward.microbatch)]
-        if lockstep.vocab_parallel and forward.stage == 0:
-            rank_intervals.inbox[forward] = (start, start)
-        key = action_key(forward)
-        both, b, w = (when.get(Action(op, *key)) for op in (Op.BW, Op.B, Op.W))
+    for key, start in when[Op.F].items():
+        rank_intervals = intervals[schedule.placement.rank(*key)]
+        if lockstep.vocab_parallel and key.stage == 0:
+            rank_intervals.inbox[Action(Op.F, *key)] = (start, start)
+        both, b, w = (when[op].get(key) for op in (Op.BW, Op.B, Op.W))
         if both is not None:
             b = w = both
         elif b is None:
@@ -93,24 +92,26 @@ def live_intervals(
             rank_intervals.stash[key] = (b, w)
         rank_intervals.for_b[key] = (start, b)
         rank_intervals.for_w[key] = (start, w)
-        if lockstep.defer_embed_head and forward.stage == schedule.stages - 1:
+        if lockstep.defer_embed_head and key.stage == schedule.stages - 1:
             rank_intervals.head[key] = (start, w)
-        if lockstep.defer_embed_head and forward.stage == 0:
+        if lockstep.defer_embed_head and key.stage == 0:
             rank_intervals.embed[key] = (b, w)
     return intervals
 
 
 def _add_states(
-    intervals: list[Buffers[dict[Hashable, Interval]]], schedule: Schedule, when: dict[Action, int]
+    intervals: list[Buffers[dict[Hashable, Interval]]],
+    schedule: Schedule,
+    when: dict[Op, dict[SlotKey, int]],
 ) -> None:
     """Add the live intervals of the state that slices share, and of its gradient."""
-    for action, tick in when.items():
-        sequence = sequence_key(action, schedule)
-        rank_intervals = intervals[schedule.placement.rank(action.stage, action.microbatch)]
-        if action.op is not Op.W:
+    for op in (Op.F, Op.B, Op.BW):
+        for key, tick in when[op].items():
+            sequence = sequence_key(key, schedule)
+            rank_intervals = intervals[schedule.placement.rank(*key)]
             _extend(rank_intervals.state, sequence, tick)
-        if action.op in (Op.B, Op.BW):
-            _extend(rank_intervals.dstate, sequence, tick)
+            if op is not Op.F:
+                _extend(rank_intervals.dstate, sequence, tick)
 
 
 def _extend(intervals: dict[Hashable, Interval], key: Hashable, tick: int) -> None:
