@@ -16,6 +16,7 @@ import ctypes
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -28,9 +29,11 @@ from jaxpipe.runtime.exit_code import ExitCode
 SILENT_SECONDS = 20  # without a heartbeat of a process until the others exit
 _PERIOD = 2.0  # seconds between two heartbeats
 _LINGER = 2.0  # seconds that a process waits before it leaves a run that hangs
+_ERROR_OF_FIRST, _ERROR_OF_OTHERS = "jaxpipe/error/first", "jaxpipe/error/others"
 _NEWS, _ALIVE = "jaxpipe/news", "jaxpipe/alive"
 _ADVICE = "the same command, also with fewer processes, goes on from the newest checkpoint"
 _OF_ALL = (ExitCode.BAD_INPUT, ExitCode.HANG, ExitCode.NO_ANSWER)  # with which all exit
+_INTRUDER = re.compile(r"(\d+) unexpectedly tried to connect")  # in jax's texts
 _UNLIMITED = 2**31 - 1  # milliseconds; `Watch` notices that another process is gone
 
 
@@ -107,23 +110,41 @@ class Watch(threading.Thread):
         self._leaving = threading.Lock()  # never released: the first thread to acquire it exits
         self._step, self._stop_after = -1, (sys.maxsize, 0)
         self._asked = False
+        self._intruder: threading.Thread | None = None
         self._beats: dict[int, tuple[str, float]] = {}  # newest heartbeat, its time
 
     def take_aborts(self) -> None:
         """Exit with `OTHERS_GONE` and a message also when jax aborts this process from a thread.
 
-        jax does so if the service is gone, most often before this watch notices. Its client accepts
-        no Python callback for this case (`missed_heartbeat_callback` ends in `bad_cast`).
+        jax does so if the service is gone, most often before this watch notices, or if it has an
+        error. Its client accepts no Python callback for this case (`missed_heartbeat_callback` ends
+        in `bad_cast`), and does not tell the error, but a barrier does.
         """
-        reason = (
-            "jax aborted this process: another one is gone, or, if jax's message above has "
-            "'unexpectedly tried to connect', another program has connected to this run's "
-            "JAX_COORDINATOR_ADDRESS as one of its processes"
-        )
-        self._aborted = ctypes.CFUNCTYPE(None, ctypes.c_int)(
-            lambda _: self._end(ExitCode.OTHERS_GONE, reason)
-        )
+
+        def end(_: int) -> None:
+            time.sleep(_LINGER)  # until the other thread has ended this process, if it knows why
+            self._end(ExitCode.OTHERS_GONE, "jax aborted this process: another one is gone")
+
+        self._aborted = ctypes.CFUNCTYPE(None, ctypes.c_int)(end)
         ctypes.CDLL(None).signal(signal.SIGABRT, self._aborted)
+        self._intruder = threading.Thread(target=self._await_intruder, daemon=True)
+        self._intruder.start()
+
+    def _await_intruder(self) -> None:
+        """Exit if another program connects to the service as a process of this run.
+
+        Process 0 waits at another barrier than the others, so both are passed by `finish` only.
+        """
+        try:
+            self.service.wait(_ERROR_OF_FIRST if self.service.index == 0 else _ERROR_OF_OTHERS)
+        except RuntimeError as error:
+            if found := _INTRUDER.search(str(error)):
+                self._end(
+                    ExitCode.OTHERS_GONE,
+                    f"another program has connected to JAX_COORDINATOR_ADDRESS as process "
+                    f"{found[1]} of this run, so that jax ends it: let one start at a time use an "
+                    f"address and port, on a network that others do not reach",
+                )
 
     def reached(self, step: int, wanted: int) -> int:
         """The exit code with which the run stops after this step, or 0; equal on all processes.
@@ -148,6 +169,9 @@ class Watch(threading.Thread):
     def finish(self) -> None:
         """Wait for the other processes at the end of the run, and stop watching."""
         self.service.wait("jaxpipe/end")
+        if self._intruder:  # a call in progress could crash the end of the process
+            self.service.wait(_ERROR_OF_OTHERS if self.service.index == 0 else _ERROR_OF_FIRST)
+            self._intruder.join()
         if self.service.index == 0:
             self._publish({"over": True})
         self.join()

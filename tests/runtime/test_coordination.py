@@ -10,6 +10,8 @@ import time
 
 import jax
 import pytest
+from commands import start
+from several import ends, free_port
 
 from jaxpipe.runtime import coordination
 from jaxpipe.runtime.coordination import Service, Watch
@@ -184,3 +186,53 @@ def test_where_the_service_is_gone_a_process_ends(left, capfd, monkeypatch):
     in_threads([Watch(service).run])
     assert left == [3]
     assert "process 0, at which the others meet, cannot be reached" in capfd.readouterr().err
+
+
+INTRUDER = "another program has connected to JAX_COORDINATOR_ADDRESS as process 1 of this run"
+
+
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [
+        ("INTERNAL: 1 unexpectedly tried to connect with a different incarnation.", [3]),
+        ("CANCELLED: the client is shut down", []),
+    ],
+)
+def test_what_a_barrier_says_of_an_intruder_ends_a_process(left, capfd, monkeypatch, text, codes):
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError(text)
+
+    (service,) = services(1)
+    monkeypatch.setattr(service.client, "wait_at_barrier", fail, raising=False)
+    in_threads([Watch(service)._await_intruder])
+    assert left == codes
+    assert capfd.readouterr().err.count(INTRUDER) == len(codes)
+
+
+WAITS = """
+import time
+from jaxpipe.runtime import processes
+processes.join()
+print("met", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.extended
+def test_a_program_that_connects_as_a_process_of_the_run_is_named():
+    """jax aborts all, and tells the reason only to those that wait at a barrier."""
+    places = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "3"}
+
+    def process(index):
+        return start([sys.executable, "-c", WAITS], places | {"JAX_PROCESS_ID": index})
+
+    group = [process(index) for index in "012"]
+    assert [one.stdout.readline() for one in group] == ["met\n"] * 3
+    intruder = process("1")
+    try:
+        for code, output in ends(group, 60):
+            assert code == 3, output
+            assert INTRUDER in output
+    finally:
+        intruder.kill()
+        intruder.communicate()
