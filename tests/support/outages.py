@@ -56,12 +56,18 @@ if FLAG:
             fail(directory)
             return real(directory)
         module.probe = probe
+    def of_logs(module):  # which stay open
+        real = module.AppendedFile._write
+        def write(self, file, record):
+            fail(self._path)
+            return real(self, file, record)
+        module.AppendedFile._write = write
     def of_errors(module):
         module.LIMIT /= FASTER
         module._LONGEST_PAUSE /= FASTER
     HOOKS = {
         "jaxpipe.data.tokens": of_tokens, "jaxpipe.runtime.storage": of_storage,
-        "jaxpipe.runtime.storage_errors": of_errors,
+        "jaxpipe.runtime.storage_errors": of_errors, "jaxpipe.runtime.directory": of_logs,
     }
     import importlib.util
     sys.meta_path.insert(0, Hook())

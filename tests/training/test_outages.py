@@ -59,16 +59,18 @@ def run_with_outages(tmp_path, tokens, outages, faster, steps):
         0
     ] * 4
     group = start_all(4, command(tokens, run, steps, *more), disk.environment)
-    for number, outage in enumerate(outages):
-        wait_for_step(run, 5 + 20 * number)
-        disk.fail_for(*outage)
-    found = ends(group, 600)
+    try:
+        for number, outage in enumerate(outages):
+            wait_for_step(run, 5 + 20 * number)
+            disk.fail_for(*outage)
+        found = ends(group, 600)
+    finally:
+        for process in group:
+            process.kill()
     assert [code for code, _ in found] == [0] * 4, "\n".join(output for _, output in found)
     assert losses(run) == losses(quiet)
     assert complete(run)[-1] == steps
-    assert (run / "exports" / str(steps) / "config.json").exists() == (
-        quiet / "exports" / str(steps) / "config.json"
-    ).exists()
+    assert (run / "exports" / str(steps) / "config.json").exists()
     return found
 
 
