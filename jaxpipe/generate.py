@@ -14,7 +14,6 @@ answer; 70 an unexpected error; 130 Ctrl-C.
 import argparse
 import sys
 from collections.abc import Sequence
-from math import inf
 
 from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import MODEL, parse, parser_of
@@ -22,7 +21,7 @@ from jaxpipe.inference.command import start_devices
 from jaxpipe.inference.settings import inference_config
 from jaxpipe.runtime import command, processes
 
-_COLDEST = 1e-30  # temperature by which float32 logits can be divided
+_COLDEST, _HOTTEST = 1e-6, 1e6  # as for `train.loss_temperature`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_numbers(arguments: argparse.Namespace) -> None:
     if arguments.max_tokens < 1:
         raise ConfigError(f"--max-tokens {arguments.max_tokens}: give 1 or more.")
-    if not (arguments.temperature == 0 or _COLDEST <= arguments.temperature < inf):
+    if not (arguments.temperature == 0 or _COLDEST <= arguments.temperature <= _HOTTEST):
         raise ConfigError(
-            f"--temperature {arguments.temperature}: give 0, or a number from {_COLDEST}."
+            f"--temperature {arguments.temperature}: give 0, or a number from {_COLDEST:g} to "
+            f"{_HOTTEST:g}."
         )
     if not -(2**63) <= arguments.seed < 2**63:
         raise ConfigError(f"--seed {arguments.seed}: give an integer of 64 bits.")

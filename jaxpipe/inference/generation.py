@@ -30,6 +30,7 @@ from jaxpipe.pipeline.parameters import DeviceParameters
 from jaxpipe.planning.model import model_of
 from jaxpipe.runtime import position
 from jaxpipe.training.state import State
+from jaxpipe.training.state_checks import check_parameters
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
@@ -95,10 +96,15 @@ class Generator:
         loaded = self.loaded
         params, variables = loaded.params, loaded.variables
         if state is not None:
+            loaded.trainer.check_state(state)
             params, variables = loaded.trainer.averaged(state), state.variables
-        limits = np.broadcast_to(max_tokens, len(prompts))
+        elif params is None:
+            raise ConfigError("there are no parameters: give generate(..., state=) a state.")
+        prompts = [_as_ids(number, prompt) for number, prompt in enumerate(_listed(prompts))]
+        limits = _limits(max_tokens, len(prompts))
         lengths = [len(prompt) for prompt in prompts]
         self._check(prompts, limits)
+        check_parameters(params, variables, loaded.trainer.state_shapes)
         most = max(map(sum, zip(lengths, limits.tolist())))
         tokens = np.zeros((len(prompts), most + 1), np.int32)
         for row, prompt in zip(tokens, prompts):
@@ -122,17 +128,18 @@ class Generator:
                         running.remove(row)
         return [Completion(one, np.float32(of)) for one, of in zip(made, logprobs)]
 
-    def _check(self, prompts: Sequence[Sequence[int]], limits: np.ndarray) -> None:
+    def _check(self, prompts: Sequence[np.ndarray], limits: np.ndarray) -> None:
         model = self.loaded.trainer.config.model
         if not prompts:
             raise ConfigError("there is no prompt: give at least one.")
         for number, (prompt, limit) in enumerate(zip(prompts, limits.tolist())):
             if not len(prompt):
                 raise ConfigError(f"prompt {number} has no token: give at least one.")
-            if min(prompt) < 0 or max(prompt) >= model.vocab_size:
+            least, most = prompt.min(), prompt.max()
+            if least < 0 or most >= model.vocab_size:
                 raise ConfigError(
-                    f"prompt {number} has the ids {min(prompt)} to {max(prompt)}, but tokens are 0 "
-                    f"to {model.vocab_size - 1} with model.vocab_size={model.vocab_size}."
+                    f"prompt {number} has the ids {least} to {most}, but tokens are 0 to "
+                    f"{model.vocab_size - 1} with model.vocab_size={model.vocab_size}."
                 )
             if limit < 0 or (model.max_seq_len and len(prompt) + limit > model.max_seq_len):
                 raise ConfigError(
@@ -161,6 +168,37 @@ class Generator:
     @cached_property
     def _by_tokens(self) -> dict[int, "CachedModel"]:
         return {}
+
+
+def _listed(prompts: Any) -> list[Any]:
+    """The prompts, one by one; raises `ConfigError` where they are none."""
+    if isinstance(prompts, str) or not hasattr(prompts, "__iter__"):
+        raise ConfigError(f"prompts are a {type(prompts).__name__}: give a list of lists of ids.")
+    return list(prompts)
+
+
+def _as_ids(number: int, prompt: Any) -> np.ndarray:
+    """The ids of a prompt; raises `ConfigError` where they are no integers."""
+    try:
+        ids = np.asarray(prompt)
+    except ValueError as error:
+        raise ConfigError(f"prompt {number} is no list of token ids: {error}.") from error
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ConfigError(
+            f"prompt {number} is {ids.dtype}{list(ids.shape)}: give a list of token ids, which are "
+            f"integers; jaxpipe.inference.text.tokenizer_of encodes text."
+        )
+    return ids
+
+
+def _limits(max_tokens: Any, prompts: int) -> np.ndarray:
+    """The most new tokens of every prompt; raises `ConfigError` where there are others."""
+    limits = np.asarray(max_tokens)
+    if limits.shape not in ((), (prompts,)) or not np.issubdtype(limits.dtype, np.integer):
+        raise ConfigError(
+            f"max_tokens={max_tokens!r}: give one integer, or one for each of {prompts} prompts."
+        )
+    return np.broadcast_to(limits, prompts)
 
 
 @dataclass

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe.config import ConfigError
+from jaxpipe.training.argument_checks import check_seed, check_temperature
+
 
 class Draw(NamedTuple):
     """A next token of every row, and its log-probability."""
@@ -24,6 +27,8 @@ class Sampling:
       top_p: only the most likely tokens whose probabilities add up to at least this are drawn
         (nucleus sampling, Holtzman et al. 2020); 1: all are.
 
+    Raises `ConfigError` where a value is none of these.
+
     >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
     >>> greedy = Sampling().draw(logits, key_of(0), jnp.int32(0))
     >>> greedy.token_B.tolist(), jnp.exp(greedy.logprob_B).round(6).tolist()
@@ -34,6 +39,11 @@ class Sampling:
 
     temperature: float = 0.0
     top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature, zero=True)
+        if not (isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1):
+            raise ConfigError(f"top_p={self.top_p!r}: give a share above 0 and at most 1.")
 
     def draw(self, logits_BV: jax.Array, key: jax.Array, position: jax.Array) -> Draw:
         """Draw one token per row, int32; the draw depends on `key` (`key_of`), position and row.
@@ -67,6 +77,7 @@ class Sampling:
 
 def key_of(seed: int) -> np.ndarray:
     """The key of a seed, in a form that all processes of a program can pass to it."""
+    check_seed(seed)
     return np.asarray(jax.random.key_data(jax.random.key(seed)))
 
 

@@ -87,10 +87,12 @@ class Objective:
         scores = jax.eval_shape(objective._no_scores, given)
         made = jax.eval_shape(objective._made, scores, given)
         for name, value in {"total": made.total, "count": made.count, **made.metrics}.items():
-            if getattr(value, "shape", None) != ():
+            if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.number):
                 raise ValueError(
                     f"its {name} is {value}: sum it over the microbatch, to one number"
                 )
+        if not jnp.issubdtype(made.total.dtype, jnp.floating):
+            raise ValueError(f"its total is {made.total}, which has no gradient: return a float")
         closed = jax.make_jaxpr(lambda *of: objective._made(*of).count)(scores, given)
         if any(used_inputs(closed, [True])[: len(jax.tree.leaves(scores))]):
             raise ValueError(
@@ -125,7 +127,7 @@ class Objective:
             )
         made = self._made(scores, rows)
         if not self.metrics:
-            return made.total
+            return jnp.asarray(made.total)
         metrics = [jax.lax.stop_gradient(made.metrics[name]) for name in self.metrics]
         dtype = jnp.promote_types(made.total.dtype, jnp.float32)
         return jnp.stack([jnp.asarray(value, dtype) for value in (made.total, *metrics)])
@@ -136,7 +138,7 @@ class Objective:
 
     def _made(self, scores: TokenScores, rows: Rows) -> _Made:
         more = {name: getattr(scores, _ARGUMENTS[name]) for name in self.arguments}
-        return _Made(*_as_tuple(self.function(scores.logprobs_BL, rows, **more)))
+        return _Made(*_as_tuple(self.function(scores.logprobs_BL, dict(rows), **more)))
 
     def _no_scores(self, rows: Rows) -> TokenScores:
         """Zeros in place of scores, of which counts do not depend."""
@@ -170,4 +172,6 @@ def _as_tuple(made: Any) -> tuple[Any, ...]:
         raise ValueError(
             f"it returns a {type(made).__name__}: return (total, count) or (total, count, metrics)"
         )
+    if not isinstance(made[-1], Mapping) and len(made) == 3:
+        raise ValueError(f"its metrics are a {type(made[-1]).__name__}: return a dict of sums")
     return made

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -51,6 +52,7 @@ def check_batch(
 
 def _check_names(given: Mapping[str, Any], config: Config, keys: Sequence[str] | None) -> None:
     """Check that `inputs` and `targets` are there, and that every array is read."""
+    check_mapping(given)
     if missing := [name for name in ("inputs", "targets") if name not in given]:
         raise ConfigError(
             f"the batch has no {missing[0]!r}, only {', '.join(given)}: give integers [M, B, L]."
@@ -79,6 +81,11 @@ def dtype_of(name: str, config: Config) -> np.dtype:
 
 def _as_array(name: str, leaf: Any, config: Config) -> np.ndarray:
     """The array in its dtype; check that it has numbers of this kind."""
+    if isinstance(leaf, jax.core.Tracer):
+        raise ConfigError(
+            f"{name} of the batch is traced, but a batch is checked on the host: put it on the "
+            f"devices outside of jax.jit, and trace `Trainer.step` alone."
+        )
     try:
         array = np.asarray(leaf)
     except ValueError as error:
@@ -252,6 +259,12 @@ def _check_samples(samples: np.ndarray) -> None:
             f"{SAMPLES} {place} of the batch is {samples[place]}: every row has one number from 0 "
             f"on, repeated for its tokens; or give `put` the number of the first sample instead."
         )
+
+
+def check_mapping(batch: Any) -> None:
+    """Check that a batch has arrays by name."""
+    if not isinstance(batch, Mapping):
+        raise ConfigError(f"the batch is a {type(batch).__name__}: give a dict of arrays by name.")
 
 
 def _first(wrong: np.ndarray) -> tuple[int, ...]:

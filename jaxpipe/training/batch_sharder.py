@@ -15,6 +15,7 @@ from jaxpipe.data.balance import RowBalance
 from jaxpipe.model.ahead import ahead_keys, rows_ahead
 from jaxpipe.model.moe.balance import REAL
 from jaxpipe.parallel import batch_spec, shard_batch
+from jaxpipe.training.argument_checks import check_position
 from jaxpipe.training.batch_checks import SAMPLES, check_batch, dtype_of
 
 
@@ -102,6 +103,7 @@ class BatchSharder:
         """
         rows, size = self.rows(), self.config.batch_shape["batch_size"]
         batch = check_batch(batch, self.config, self.keys, rows.stop - rows.start)
+        check_position(position)
         if self.keys is not None and REAL not in self.keys:
             batch.pop(REAL, None)  # without experts nothing reads what it marks
         batch |= rows_ahead(batch, self.config.model.tokens_ahead)
@@ -116,6 +118,21 @@ class BatchSharder:
             numbers = (numbers % 2**31).astype(np.int32)[..., None]
             batch[SAMPLES] = np.broadcast_to(numbers, (microbatches, own, length))
         return {name: self._placed(leaf, own, first) for name, leaf in self.shard(batch).items()}
+
+    def check_placed(self, batch: Mapping[str, Any], *, trains: bool) -> None:
+        """Raise `ConfigError` where a batch on devices is not as `put` shards one for a step.
+
+        `trains` is that of `check_numbered`, which is checked, too.
+        """
+        self.check_numbered(batch, trains=trains)
+        want = self.shapes(self.config.train.seq_len, trains=trains)["inputs"].shape[:2]
+        for name, leaf in batch.items():
+            if np.shape(leaf)[:2] != want:
+                raise ConfigError(
+                    f"{name} of the batch is {list(np.shape(leaf))} on the devices, where a step "
+                    f"reads {[*want]} rows: put it there by trainer.put, which checks and shards "
+                    f"it; train.fused_steps are for FusedSteps.train_steps."
+                )
 
     def check_numbered(self, batch: Mapping[str, Any], *, trains: bool) -> None:
         """Raise `ConfigError` where a step has no sample numbers to drop by, or an evaluation has.

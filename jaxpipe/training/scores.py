@@ -1,6 +1,5 @@
 """Forward-only passes over a host batch, on the mesh of a trainer: scores, and experts' choices."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -17,6 +16,9 @@ from jaxpipe.model.loss import CHOICES, ScoreOptions, TokenScores
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.pipeline.reference import StepOutput
 from jaxpipe.runtime import position
+from jaxpipe.training.argument_checks import check_temperature, is_integer
+from jaxpipe.training.batch_checks import check_mapping
+from jaxpipe.training.state_checks import check_parameters
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
@@ -50,11 +52,10 @@ class BatchScores:
     top: int = 0
 
     def __post_init__(self) -> None:
-        size, temperature = self.trainer.config.model.vocab_size, self._options.temperature
-        if not 0 <= self.top <= size:
-            raise ConfigError(f"top={self.top}: give 0 to model.vocab_size={size} tokens.")
-        if not 0 < temperature < math.inf:
-            raise ConfigError(f"temperature={temperature}: give a number above 0.")
+        size = self.trainer.config.model.vocab_size
+        if not (is_integer(self.top) and 0 <= self.top <= size):
+            raise ConfigError(f"top={self.top!r}: give 0 to model.vocab_size={size} tokens.")
+        check_temperature(self._options.temperature)
 
     def __call__(self, params: Tree, batch: Batch, variables: Tree = None) -> TokenScores:
         """Score a host batch: host arrays of its shape, in its order."""
@@ -80,13 +81,16 @@ class BatchScores:
     ) -> Tree:
         """Run a program on a batch without the rows of the loss, but for those of `also`."""
         position.enter("score")
-        shape, sharder = np.shape(batch["inputs"]), self.trainer.sharder
+        sharder = self.trainer.sharder
         unread = {CHOICES, *self.trainer.config.loss_rows}.difference(also)
+        check_mapping(batch)
         rows = {name: leaf for name, leaf in batch.items() if name not in unread}
-        sharder.check_numbered(rows, trains=False)
         if sharder.keys is not None:
             sharder = replace(sharder, keys=(*sharder.keys, *also))
-        outputs = program(params, sharder.put(rows), variables)
+        check_parameters(params, variables, self.trainer.state_shapes)
+        placed, shape = sharder.put(rows), np.shape(rows["inputs"])
+        sharder.check_placed(placed, trains=False)
+        outputs = program(params, placed, variables)
         return jax.tree.map(lambda values: sharder.restore(np.asarray(values), shape), outputs)
 
     @cached_property

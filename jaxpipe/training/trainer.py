@@ -31,6 +31,7 @@ from jaxpipe.training.execution import execution_of
 from jaxpipe.training.initial import full_parameters, sharded_parameters
 from jaxpipe.training.rates import Rates, losses_of, step_metrics
 from jaxpipe.training.state import State
+from jaxpipe.training.state_checks import CheckedProgram, check_batch_shards, check_state
 from jaxpipe.training.step_guard import StepGuard
 
 Tree = Any
@@ -206,13 +207,22 @@ class Trainer:
 
     def compiled(self, step: Any) -> Any:
         """Compile a function with the signature of `step`; the state is donated."""
-        return jax.jit(
+        program = jax.jit(
             step,
             in_shardings=(self.state_shardings, self.sharder.sharding),
             out_shardings=(self.state_shardings, None),
             donate_argnums=0,
             compiler_options=self.compiler_options,
         )
+        return CheckedProgram(program, self._check_arguments)
+
+    def check_state(self, state: State) -> None:
+        """Raise `ConfigError` where a state, which may be traced, is not of this trainer."""
+        check_state(state, self.state_shapes)
+
+    def _check_arguments(self, state: State, batch: Tree) -> None:
+        self.check_state(state)
+        check_batch_shards(batch, self.sharder.sharding)
 
     def step(self, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         """The function of `train_step`, for use within compiled functions."""
@@ -222,7 +232,8 @@ class Trainer:
         self, state: State, batch: Tree
     ) -> tuple[State, dict[str, jax.Array], StepOutput]:
         """What `step` returns, and the outputs of the pipeline, with the unclipped gradients."""
-        self.sharder.check_numbered(batch, trains=True)
+        self.check_state(state)
+        self.sharder.check_placed(batch, trains=True)
         outputs = self.pipeline.step(state.params, batch, state.variables, state.guard.loss_scale)
         return *self.after(state, outputs), outputs
 
@@ -298,15 +309,17 @@ class Trainer:
         evaluated = self if self.config.loss_rows else self.evaluation
 
         def loss(state: State, batch: Tree) -> tuple[jax.Array, jax.Array]:
-            self.sharder.check_numbered(batch, trains=False)
+            self.check_state(state)
+            self.sharder.check_placed(batch, trains=False)
             outputs = evaluated.pipeline.forward(self.averaged(state), batch, state.variables)
             return self.first_loss(outputs.losses), outputs.counts
 
-        return jax.jit(
+        program = jax.jit(
             loss,
             in_shardings=(self.state_shardings, self.sharder.sharding),
             compiler_options=self.compiler_options,
         )
+        return CheckedProgram(program, self._check_arguments)
 
     @cached_property
     def sharder(self) -> BatchSharder:

@@ -201,7 +201,7 @@ def test_a_chat_model_replies_as_in_transformers(tmp_path, capsys):
         (["--prompt", "!", "--top-p", "0"], "--top-p 0.0: give a share"),
         (["--prompt", "!", "--top-p", "0.9"], "--top-p 0.9 with --temperature 0, which takes the"),
         (["--prompt", "!", "--temperature", "nan"], "--temperature nan: give 0, or a number from"),
-        (["--prompt", "!", "--temperature", "1e-40"], "give 0, or a number from 1e-30"),
+        (["--prompt", "!", "--temperature", "1e-40"], "give 0, or a number from 1e-06 to 1e+06."),
         (["--prompt", "!", "--seed", "9" * 20], "--seed 99999999999999999999: give an integer of"),
     ],
 )

@@ -142,8 +142,8 @@ def test_scores_of_a_batch_are_what_a_loss_reads(module):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"temperature": 0.0}, "temperature=0.0: give a number above 0"),
-        ({"temperature": float("nan")}, "temperature=nan: give a number"),
+        ({"temperature": 0.0}, "temperature=0.0: give 1e-06"),
+        ({"temperature": float("nan")}, "temperature=nan: give 1e-06"),
         ({"top": 257}, "top=257: give 0 to model.vocab_size=256"),
     ],
 )
