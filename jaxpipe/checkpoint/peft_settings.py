@@ -36,6 +36,8 @@ MERGE = "merge the adapter into its base with PEFT's merge_and_unload, and impor
 _TRAIN = "PEFT cannot save it merged either, so train plain adapters instead"
 _CANNOT_MERGE = (
     "alora_invocation_tokens", "arrow_config", "layer_replication", "lora_bias", "megatron_config",
+    "ADAPTION_PROMPT", "CARTRIDGE", "CPT", "LILY", "MULTITASK_PROMPT_TUNING", "POLY",
+    "PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "SHADOW", "XLORA",
 )  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def refusal(settings: Settings) -> str:
             continue
         return (
             f"has {name}={value!r}, which is no plain adapter (alpha / rank * a b on the published "
-            f"weight): {_TRAIN if name in _CANNOT_MERGE else MERGE}."
+            f"weight): {_TRAIN if {name, str(value)} & {*_CANNOT_MERGE} else MERGE}."
         )
     for name, plain in {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}.items():
         pattern = settings.get(name) or {}

@@ -26,6 +26,7 @@ _BINARY_SUFFIXES = {
 # What a file that is no text begins with.
 _MAGIC = (
     (rb"%PDF-", "a PDF"),
+    (rb"WARC/", "WARC, pages of the web with their headers"),
     (rb"PK\x03\x04", "a zip archive, as .docx, .xlsx, .epub, .npz and .pt are, too"),
     (rb"(?s).{257}ustar", "a tar archive"),
     (rb"\x1f\x8b", "compressed by gzip, but is not named .gz"),
@@ -49,6 +50,7 @@ _MAGIC = (
     (rb"Obj\x01", "Avro"),
     (rb"ORC", "ORC"),
     (rb"GGUF", "GGUF"),
+    (rb"LITPKDS", "a packed file of LitGPT, which is not read"),
     (rb"\x7fELF|MZ", "a program"),
 )
 
@@ -95,10 +97,15 @@ def describe_binary(path: Path, head: bytes) -> str:
     if name := _BINARY_SUFFIXES.get(unpacked_suffix(path)):
         return name
     head = head[:_HEAD]
-    if head.isascii() and b"\0" not in head and not head.startswith(b"%PDF-"):
+    if head.isascii() and b"\0" not in head and not head.startswith((b"%PDF-", b"WARC/")):
         return ""
-    name = next((name for magic, name in _MAGIC if re.match(magic, head)), "")
-    return name or ("binary data, with NUL bytes" if b"\0" in head else "")
+    return find_magic(head) or ("binary data, with NUL bytes" if b"\0" in head else "")
+
+
+def find_magic(head: bytes, least: int = 1) -> str:
+    """Return what a file holds by its first bytes, of which at least `least` show it; else ""."""
+    found = ((re.match(magic, head), name) for magic, name in _MAGIC)
+    return next((name for match, name in found if match and len(match[0]) >= least), "")
 
 
 def check_is_text(path: Path) -> None:

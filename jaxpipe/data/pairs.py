@@ -42,6 +42,8 @@ def answers_of(record: Any) -> list[dict[str, Any]]:
         same = takewhile(lambda pair: pair[0] == pair[1], zip(*answers))
         shared = [message for message, _ in same]
         contents = [one.get("content", one.get("value")) for one in shared if isinstance(one, dict)]
+        if not shared:
+            raise ValueError("its conversations begin with different messages: they have no prompt")
         if prompt is not None and prompt not in contents:
             raise ValueError("its prompt is no message that both of its conversations begin with")
         prompt, answers = shared, [answer[len(shared) :] for answer in answers]

@@ -21,6 +21,7 @@ from jaxpipe.config import ConfigError, first_line
 from jaxpipe.data.optional import import_optional
 from jaxpipe.data.packed_rows import BORDERS, LENGTHS, find_document_ends
 from jaxpipe.data.records import HARMLESS
+from jaxpipe.data.rows import check_column_names
 from jaxpipe.data.tokens import IdFile
 from jaxpipe.model.loss import IGNORE
 
@@ -29,8 +30,9 @@ COLUMNS = ("input_ids", "tokens")  # names of the id column where several column
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
 # Columns that are read only to refuse rows with other values, and the value that they may have.
 CONSTANT = {"attention_mask": 1, "token_type_ids": 0}
+COUNTS = ("length", "seq_len", "seq_length")  # integers, which are the number of a row's ids
 # Columns beside ids that do not change what is trained; so are all that hold a string or a time.
-UNREAD = HARMLESS | {"text", "length", "special_tokens_mask", "__index_level_0__"}
+UNREAD = HARMLESS | {"text", "special_tokens_mask", "__index_level_0__"}
 _KEPT = 4  # row groups per shard that are cached in memory
 
 
@@ -110,6 +112,7 @@ def open_parquet(path: Path, ignored: frozenset[str] = frozenset()) -> ParquetSh
     column, known = _choose_columns(path, schema, ignored)
     masks = [name for name in MASKS if name in known]
     borders = [name for name in (LENGTHS, *BORDERS) if name in known]
+    counts = [name for name in COUNTS if name in schema.names and name not in ignored]
     chunks = [
         next(
             chunk
@@ -126,7 +129,7 @@ def open_parquet(path: Path, ignored: frozenset[str] = frozenset()) -> ParquetSh
     def group(number: int) -> RowGroupTokens:
         try:  # open the file anew, because a ParquetFile is not thread-safe
             with parquet.ParquetFile(path, metadata=metadata) as file:
-                table = file.read_row_group(number, columns=[column, *known])
+                table = file.read_row_group(number, columns=[column, *known, *counts])
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"row group {number} of {path} cannot be read ({first_line(error)}): write it "
@@ -138,6 +141,14 @@ def open_parquet(path: Path, ignored: frozenset[str] = frozenset()) -> ParquetSh
                 f"row group {number} of {path} has lists that are empty or hold nulls, and no "
                 f"statistics that tell: write it without these."
             )
+        for name in counts:
+            if (other := table[name].to_numpy() != lengths).any():
+                row = int(other.argmax())
+                raise ConfigError(
+                    f"row group {number} of {path}, row {row + 1}: {name} is {table[name][row]} "
+                    f"for {lengths[row]} ids, which may be padded: write them without, or leave "
+                    f"it out by data.ignore_columns='[\"{name}\"]'."
+                )
         counted = np.ones(len(ids), bool)
         read = {name: _flatten(table[name]) for name in known}
         for name, (values, other_lengths) in read.items():
@@ -198,6 +209,7 @@ def _describe_fault(
 def _choose_columns(path: Path, schema: Any, ignored: frozenset[str]) -> tuple[str, list[str]]:
     """Return the name of the column with the ids, and those of the columns read beside it."""
     types = import_optional("pyarrow.types", f"reading {path}")
+    check_column_names(schema.names, path)
     kinds = {field.name: _value_type(field.type) for field in schema if field.name not in ignored}
     known = [name for name in (*MASKS, *CONSTANT, LENGTHS, *BORDERS) if name in kinds]
     for name in known:
@@ -223,7 +235,12 @@ def _choose_columns(path: Path, schema: Any, ignored: frozenset[str]) -> tuple[s
     column = (named or lists)[0]
     for name in (one for one in kinds if one != column and one.split(".")[-1] not in UNREAD):
         kind = schema.field(name).type
-        if not (_is_text(kind) or types.is_temporal(kind) or types.is_null(kind)):
+        if not (
+            (name in COUNTS and types.is_integer(kind))
+            or _is_text(kind)
+            or types.is_temporal(kind)
+            or types.is_null(kind)
+        ):
             raise ConfigError(
                 f"{path} has a column {name} of {kind} beside {column}, and it is not known "
                 f"whether it changes what is trained: drop it, or leave it out by "

@@ -10,6 +10,7 @@ import msgspec
 from jaxpipe.config import ConfigError
 from jaxpipe.data.input_files import FilePart
 from jaxpipe.data.readers import find_format
+from jaxpipe.data.splits import check_one_split
 
 
 class InputPiece(msgspec.Struct, frozen=True):
@@ -45,7 +46,8 @@ def list_input_files(paths: Iterable[Path], output: Path | None = None) -> Input
     records, its other files (a README, a license, what `datasets` writes beside its data) are left
     out. Arrow files that a `state.json` of `datasets` lists are in its order.
 
-    Raises `ConfigError` where there is no file, or one of `datasets` is missing.
+    Raises `ConfigError` where there is no file, one of `datasets` is missing, or a folder has
+    records to train on and records of other splits.
     """
     files: list[Path] = []
     beside: list[Path] = []
@@ -63,6 +65,7 @@ def list_input_files(paths: Iterable[Path], output: Path | None = None) -> Input
             if file.is_file() and not hidden and not written:
                 listed.append(file)
         found = _choose_records(listed)
+        check_one_split(path, found.files)
         files += found.files or listed
         beside += found.left_out if found.files else []
     if not files:

@@ -93,6 +93,10 @@ class DocumentReader:
                     reason = (
                         "it is nested too deeply" if isinstance(error, RecursionError) else error
                     )
+                    if form is _LINES and unpacked_suffix(Path(part.path)) == ".json":
+                        reason = (
+                            f"{reason} (a .json file is an array, or has a record in each line)"
+                        )
                     remedy = "correct it, or give --field, --ignore or --skip-bad-lines"
                     if form.locate is None:
                         remedy = "convert it to text, or take it out of the inputs"

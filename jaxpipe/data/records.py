@@ -32,6 +32,8 @@ HARMLESS = frozenset({
 _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool", "function")}
 _ROLES |= {"human": "user", "gpt": "assistant"}
 _SWITCHES = ("weight", "train", "loss")  # keys of a message: 1 or true if it counts, 0 or false
+# Keys of a record of text that say how much of it counts, unlike those of other metadata.
+WEIGHTS = frozenset({*_SWITCHES, "loss_mask", "loss_weight", "sample_weight"})
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,8 @@ class RecordConverter:
         value = _read_value(record, name)
         if isinstance(value, list) or name in MESSAGES:
             return self._chat(record, (name.split(".")[0], name), [(value, True)])
+        weights = {key: weight for key, weight in record.items() if key in WEIGHTS}
+        self._check_lost(weights, (name,), "its text")
         return [] if value is None else [self._text(value, name, True)]
 
     def _answer(self, record: dict[str, Any]) -> Passages:
@@ -302,6 +306,9 @@ def _join_content(content: Any, name: str) -> str:
     for part in content:
         fields = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
         if fields.keys() != {"type", "text"} or fields["type"] != "text":
-            raise ValueError(f"a part of its {name} is not like {{'type': 'text', 'text': '...'}}")
+            raise ValueError(
+                f"a part of its {name} is not like {{'type': 'text', 'text': '...'}}, but "
+                f"{str(fields or part)[:80]}"
+            )
         texts.append(_check_string(fields["text"], "text"))
     return "".join(texts)

@@ -17,7 +17,7 @@ from typing import Any
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.data.input_files import FilePart, Item, is_compressed
 from jaxpipe.data.optional import import_optional
-from jaxpipe.data.records import HARMLESS, MESSAGES, RecordConverter
+from jaxpipe.data.records import HARMLESS, MESSAGES, WEIGHTS, RecordConverter
 
 _ROWS = 256  # rows read at a time
 _EXTENSION = b"ARROW:extension:name"  # where a pyarrow does not know the type
@@ -40,7 +40,7 @@ def read_parquet(part: FilePart, records: RecordConverter) -> Iterator[Item]:
         _damage_as_sentence(part.path),
         _import("pyarrow.parquet", part.path).ParquetFile(part.path) as file,
     ):
-        columns = _choose_columns(records, file.schema_arrow)
+        columns = _choose_columns(records, file.schema_arrow, part.path)
         groups = range(part.begin, part.end)
         rows = sum(file.metadata.row_group(group).num_rows for group in groups)
         for batch in file.iter_batches(_ROWS, row_groups=groups, columns=columns):
@@ -72,7 +72,7 @@ def read_arrow(part: FilePart, records: RecordConverter) -> Iterator[Item]:
     with _damage_as_sentence(part.path):
         for number, batch in enumerate(_arrow_batches(Path(part.path))):
             if part.begin <= number < part.end:
-                chosen = batch.select(_choose_columns(records, batch.schema))
+                chosen = batch.select(_choose_columns(records, batch.schema, part.path))
                 for start in range(0, batch.num_rows, _ROWS):
                     rows = chosen.slice(start, _ROWS)
                     yield from _items(rows, rows.nbytes)
@@ -159,6 +159,12 @@ def _value_reader(field: Any, *, in_list: bool) -> _Reader | None:
     }
 
 
+def check_column_names(names: list[str], path: Path | str) -> None:
+    """Raise `ConfigError` where a table has two columns of one name."""
+    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise ConfigError(f"{path} has two columns named {twice[0]!r}: rename or drop one of them.")
+
+
 def _is_json(field: Any) -> bool:
     named = (field.metadata or {}).get(_EXTENSION, b"").decode()
     return "arrow.json" in (getattr(field.type, "extension_name", ""), named)
@@ -171,9 +177,11 @@ def _read_map(reader: _Reader | None, pairs: list[tuple[Any, Any]]) -> dict[Any,
     return values
 
 
-def _choose_columns(records: RecordConverter, schema: Any) -> list[str]:
+def _choose_columns(records: RecordConverter, schema: Any, path: str) -> list[str]:
     """Return the columns to read: only the text's own, or for messages all that are not ignored."""
     names, field = schema.names, records.field
+    check_column_names(names, path)
+    weights = [name for name in names if name in WEIGHTS]
     if field:
         top, *inner = [field] if field in names else field.split(".")
         column = schema.field(top) if top in names else None
@@ -184,8 +192,8 @@ def _choose_columns(records: RecordConverter, schema: Any) -> list[str]:
         if column is None or _is_json(column):
             return names  # the error for a missing field names the existing ones
         if not hasattr(column.type, "value_field"):  # it is no list, so it has no messages
-            return [top]
+            return [top, *(name for name in weights if name != top)]
     elif "text" in names and not records.pairs and not any(name in names for name in MESSAGES):
-        return [name for name in ("text", "prompt", "completion") if name in names]
+        return [name for name in ("text", "prompt", "completion", *weights) if name in names]
     own = {field, field.split(".")[0]}
     return [name for name in names if name in own or name not in HARMLESS | records.ignored]

@@ -10,6 +10,7 @@ import numpy as np
 from jaxpipe.config import ConfigError
 from jaxpipe.data.documents import ShardedDocuments, TokenShard, check_ids
 from jaxpipe.data.indexed import Index, IndexedShard, describe_size_fault, open_indexed
+from jaxpipe.data.input_files import is_compressed, unpacked_suffix
 from jaxpipe.data.manifest import JOURNAL, MANIFEST, FolderManifest, read_manifest
 from jaxpipe.data.other_shards import (
     FAST_LLM,
@@ -19,10 +20,12 @@ from jaxpipe.data.other_shards import (
     open_fast_llm_index,
 )
 from jaxpipe.data.parquet import open_parquet
+from jaxpipe.data.splits import check_one_split
 from jaxpipe.data.tokens import FULL_DIGEST_BYTES, IdFile, open_tokens
 from jaxpipe.runtime.storage import local_copy
 
 _SUFFIXES = (".bin", ".npy", ".ds", FAST_LLM, ".parquet")
+_UNREAD = (".arrow", ".feather", ".mds", ".npz", ".tar", ".tfrecord")
 _OF_TOKENS = (*_SUFFIXES, ".idx", ".mask")
 _CHUNK = 1 << 20  # tokens checked at a time
 
@@ -105,6 +108,12 @@ def _list_token_files(path: Path) -> list[Path]:
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if _is_token_file(file))
+        check_one_split(path, files)
+        if unread := [file for file in path.iterdir() if files and _holds_other_ids(file)]:
+            raise ConfigError(
+                f"{min(unread)} is not read, unlike {files[0].name} beside it: convert or unpack "
+                f"it, or move it elsewhere."
+            )
         for index in path.glob("*.idx"):
             if index.with_suffix(".bin") not in files:
                 raise ConfigError(f"{index} has no {index.stem}.bin beside it: copy it there.")
@@ -117,6 +126,12 @@ def _list_token_files(path: Path) -> list[Path]:
             f"`python -m jaxpipe.data prepare`, and rename or convert files of ids."
         )
     return files
+
+
+def _holds_other_ids(file: Path) -> bool:
+    """Whether a file beside token files is likely to hold ids, in a form that is not read."""
+    suffix = unpacked_suffix(file)
+    return suffix in _UNREAD or (suffix in _SUFFIXES and is_compressed(file))
 
 
 def _is_token_file(file: Path) -> bool:

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 
 from jaxpipe.config import ConfigError
 from jaxpipe.data.documents import check_ids
+from jaxpipe.data.input_files import find_magic
 from jaxpipe.runtime.storage_errors import describe
 
 FULL_DIGEST_BYTES = (
@@ -192,6 +194,7 @@ def _open_bin(path: Path) -> IdFile:
     sidecar, size = path.with_suffix(".json"), path.stat().st_size
     if llmc_file := _open_llmc(path, size):
         return llmc_file
+    _check_is_bare(path)
     try:
         name = "uint16"
         if sidecar.exists():
@@ -213,6 +216,18 @@ def _open_bin(path: Path) -> IdFile:
             f'uint32: write {{"dtype": "uint32"}} to {sidecar.name}, or uint16 if it is.'
         )
     return IdFile(path, dtype, 0, size // dtype.itemsize)
+
+
+def _check_is_bare(path: Path) -> None:
+    """Raise `ConfigError` where a file of ids is one of another program, with a head of its own."""
+    with path.open("rb") as file:
+        found = find_magic(file.read(512), least=4)  # fewer bytes may be ids
+    if (path.parent / "index.json").exists() and re.match(r"chunk-\d+-\d+\.", path.name):
+        found = "a chunk of LitData, which is not read"
+    if found:
+        raise ConfigError(
+            f"{path} should be bare ids, but it is {found}: unpack it, or write its ids as .npy."
+        )
 
 
 def _looks_wider(ids: np.ndarray) -> bool:

@@ -131,7 +131,7 @@ def check_fields(files: TokenizerFiles) -> None:
         )
     _check_prefix(files, config, whole)
     if name in _REBUILT:
-        _check_steps(files, config, whole, _REBUILT[name])
+        _check_steps(files, name, config, whole)
 
 
 def _class_of(files: TokenizerFiles) -> str:
@@ -181,9 +181,10 @@ def _check_prefix(
 
 
 def _check_steps(
-    files: TokenizerFiles, config: Mapping[str, Any], whole: Mapping[str, Any], steps: _Steps
+    files: TokenizerFiles, name: str, config: Mapping[str, Any], whole: Mapping[str, Any]
 ) -> None:
     """Raise `ConfigError` where tokenizer.json has other steps than the class builds."""
+    steps = _REBUILT[name]
     asked, legacy = config.get("add_prefix_space"), config.get("legacy", False)
     is_llama = steps.pre_tokenizer["type"] == "Metaspace"
     scheme = "never" if asked is False else "always" if legacy else "first"
@@ -198,11 +199,12 @@ def _check_steps(
     if any(wrong.values()):
         part = next(name for name, is_wrong in wrong.items() if is_wrong)
         because = f" with legacy={str(bool(legacy)).lower()}" if is_llama else ""
+        folder = ", in a folder without config.json" * (name == "Qwen2Tokenizer")
         raise ConfigError(
             f"the files of the tokenizer {files.place} disagree: transformers 5 builds another "
             f"{part} for tokenizer_class={config['tokenizer_class']}{because} than {TOKENIZER} "
             f"has, which other programs follow: set tokenizer_class to PreTrainedTokenizerFast, by "
-            f"which {TOKENIZER} alone decides."
+            f"which {TOKENIZER} alone decides{folder}."
         )
 
 

@@ -23,6 +23,12 @@ TEMPLATE, PROCESSOR_TEMPLATE = "chat_template.jinja", "chat_template.json"
 MORE_TEMPLATES = "additional_chat_templates"
 # Models for which transformers 5 takes tokenizer.json as it is, although they name LlamaTokenizer.
 _BY_FILE = ("mistral", "mixtral")
+# The class that it takes for a model whose files name none; for `_FORCED` whatever they name.
+_BY_MODEL = {
+    "gemma3": "GemmaTokenizer", "gemma3_text": "GemmaTokenizer", "gpt2": "GPT2Tokenizer",
+    "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "qwen3_moe": "Qwen2Tokenizer",
+}  # fmt: skip
+_FORCED = ("qwen2",)
 VOCABULARIES = (
     TOKENIZER, "tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "tiktoken.model",
 )  # fmt: skip
@@ -217,9 +223,19 @@ def _read_folder(folder: Path) -> dict[str, bytes]:
     contents = {name: (folder / name).read_bytes() for name in wanted}
     beside = {name: (folder / name).read_bytes() for name in {"config.json"} & {*names}}
     files = TokenizerFiles(str(folder), contents | beside)
-    config, model_type = files.json(CONFIG), files.json("config.json").get("model_type")
-    if model_type in _BY_FILE and str(config.get("tokenizer_class")).startswith("Llama"):
+    config, model = files.json(CONFIG), files.json("config.json")
+    named, model_type = config.get("tokenizer_class"), str(model.get("model_type"))
+    chosen = named or model.get("tokenizer_class") or _BY_MODEL.get(model_type)
+    if model_type in _BY_FILE and str(chosen).startswith("Llama"):
+        chosen = "PreTrainedTokenizerFast"
+    elif model_type in _FORCED:
+        chosen = _BY_MODEL[model_type]
+    if (
+        TOKENIZER in contents
+        and chosen
+        and str(chosen).removesuffix("Fast") != str(named).removesuffix("Fast")
+    ):
         # Copies have no config.json beside them, or another one.
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        config["tokenizer_class"] = chosen
         contents[CONFIG] = json.dumps(config, indent=2, ensure_ascii=False).encode()
     return contents

@@ -96,6 +96,12 @@ def test_what_is_not_a_plain_adapter_is_refused_by_name(tmp_path, settings):
     assert "merge" in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING", "XLORA"])
+def test_what_cannot_be_merged_has_another_remedy(tmp_path, kind):
+    with pytest.raises(ConfigError, match=rf"peft_type='{kind}', .* train plain adapters instead"):
+        read(tmp_path, {"peft_type": kind}, matrices())
+
+
 def test_adapters_may_be_of_half_precision(tmp_path):
     narrow = {name: tensor.astype(jnp.bfloat16) for name, tensor in matrices().items()}
     found, _ = read(tmp_path, {}, narrow)

@@ -104,8 +104,9 @@ def test_columns_that_nobody_knows_are_refused_by_name(tmp_path: Path, name: str
 def test_harmless_columns_are_not_read(tmp_path: Path) -> None:
     columns = {
         "id": [1, 2, 3, 4], "text": ["a"] * 4, "url": ["b"] * 4, "length": [5, 2, 0, 3],
-        "file": ["c"] * 4, "written": [datetime.date(2026, 1, 1)] * 4, "nothing": [None] * 4,
-        "special_tokens_mask": [[1] * 5, [1] * 2, [], [1] * 3], "metadata": [{"x": 1}] * 4,
+        "token_count": [6, 3, 1, 4], "file": ["c"] * 4, "written": [datetime.date(2026, 1, 1)] * 4,
+        "nothing": [None] * 4, "special_tokens_mask": [[1] * 5, [1] * 2, [], [1] * 3],
+        "metadata": [{"x": 1}] * 4,
     }  # fmt: skip
     documents = open_documents(write(tmp_path / "a.parquet", input_ids=ROWS, **columns), 11)
     assert documents.lengths.tolist() == [5, 2, 3]

@@ -100,6 +100,11 @@ BINARY = {
     "a.docx": (zipped(), "a zip archive"),
     "a.json": (zipped(), "a zip archive"),
     "a.pdf": (b"%PDF-1.7\n1 0 obj\n", "a PDF"),
+    "a.warc": (b"WARC/1.0\r\nWARC-Type: response\r\n\r\n<p>text", "WARC, pages of the web"),
+    "a.warc.gz": (
+        gzip.compress(b"WARC/1.0\r\nWARC-Type: conversion\r\n"),
+        "WARC, pages of the web",
+    ),
     "a.png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "an image"),
     "a.jpg": (b"\xff\xd8\xff\xe0\0\x10JFIF", "an image"),
     "a.wav": (b"RIFF\x24\0\0\0WAVEfmt ", "a sound or a film"),

@@ -88,6 +88,7 @@ def test_conversations(record):
         ({"prompt": "a", "chosen": "b"}, "it has no 'rejected', but 'prompt', 'chosen'"),
         ({"chosen": "a b", "rejected": "a c"}, "it has no 'prompt'"),
         ({"prompt": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "its prompt is no"),
+        ({"chosen": [USER, GOOD], "rejected": [GOOD, BAD]}, "begin with different messages"),
         (["a"], "it is no JSON object"),
     ],
 )

@@ -99,7 +99,7 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
     "two switches": ({"messages": [says(weight=0, train=True)]}, "'train': True.* neither"),
     "image": (
         {"messages": [says([{"type": "image_url", "image_url": {"url": "x"}}])]},
-        "a part of its content is not like",
+        r"a part of its content is not like .*, but \{'type': 'image_url', ",
     ),
     "name": (
         {"messages": [USER | {"name": "Ann"}, says()]},
@@ -120,6 +120,8 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
     "half an answer": ({"prompt": "a", "completion": None}, "field 'completion' is null"),
     "bytes": ({"text": b"a"}, "field 'text' is binary, no text: cast"),
     "nan": ({"text": float("nan")}, "field 'text' is no string"),
+    "weight of a text": ({"text": "a", "weight": 0}, "it has 'weight' beside its text, which"),
+    "mask of a text": ({"text": "a", "loss_mask": [0]}, "it has 'loss_mask' beside its text"),
     "alpaca": ({"instruction": "a", "output": "b"}, "no field 'text', but 'instruction', 'output'"),
 }
 

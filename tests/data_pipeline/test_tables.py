@@ -13,7 +13,7 @@ import pytest
 from texts import decoded, prepared
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.pieces import divide_files
+from jaxpipe.data.pieces import divide_files, list_input_files
 from jaxpipe.data.readers import find_format
 from jaxpipe.data.records import RecordConverter
 
@@ -218,3 +218,42 @@ def test_records_that_are_named_like_files_of_datasets_are_read(tmp_path: Path) 
     write_table(hub / "b.parquet", pyarrow.table({"text": ["b"]}))
     prepared([hub], tmp_path / "out")
     assert decoded(tmp_path / "out") == ["b", "of the country"]
+
+
+SPLITS = [
+    ("train/a.arrow", "test/a.arrow"), ("data/train-00000-of-00001.jsonl", "data/validation.jsonl"),
+    ("train_sft.parquet", "test_sft.parquet"), ("Training/a.csv", "Dev/a.csv"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", SPLITS)
+def test_a_folder_of_several_splits_is_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=rf"holds several splits, as {names[0]} and {names[1]}:"):
+        list_input_files([tmp_path])
+    assert len(list_input_files([tmp_path / name for name in names]).files) == 2
+
+
+def test_names_that_are_not_of_splits_do_not_matter(tmp_path: Path) -> None:
+    for name in ("trains.jsonl", "contest.jsonl", "train.jsonl", "latest.jsonl", "test.jsonl"):
+        (tmp_path / name).touch()
+    assert len(list_input_files([tmp_path]).files) == 5
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, suffix: str) -> None:
+    column = pyarrow.array(["a"])
+    table = pyarrow.Table.from_arrays([column, column], names=["text", "text"])
+    path = write_table(tmp_path / f"a{suffix}", table)
+    with pytest.raises(ConfigError, match=rf"a\{suffix} has two columns named 'text': rename"):
+        records_of(path)
+
+
+@pytest.mark.parametrize("field", ["", "text"])
+def test_weights_beside_text_are_refused_in_a_table_too(tmp_path: Path, field: str) -> None:
+    path = write_table(tmp_path / "a.parquet", pyarrow.table({"text": ["a"], "weight": [0.5]}))
+    with pytest.raises(ConfigError, match=r"row 1, .* it has 'weight' beside its text"):
+        prepared([path], tmp_path / "out", field=field)
+    prepared([path], tmp_path / "out", field=field, ignored=("weight",))

@@ -194,6 +194,10 @@ FAULTS = {
         {"loss_mask": changed(SOME, 2, [0, 1])},
         r"row group 1 of .*a\.parquet, row 1: loss_mask has 2 values for 3 ids",
     ),
+    "length": (
+        {"length": [3, 3, 3, 2, 3]},
+        r"row group 1 of .*a\.parquet, row 2: length is 2 for 3 ids, which may be padded",
+    ),
     "weights": (
         {"loss_mask": changed(SOME, 1, [0, 2, 1])},
         r"row group 0 of .*a\.parquet, row 2: loss_mask is 2 beside the id 9, and must be 0 or 1",
@@ -211,6 +215,32 @@ def test_a_mask_that_does_not_fit_is_refused_by_row(tmp_path: Path, fault: str) 
 
     if fault == "kinds of tokens":
         assert open_documents(path, 10, frozenset({"token_type_ids"})).lengths.tolist() == [3] * 5
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    column = pyarrow.array(DOCUMENTS)
+    table = pyarrow.Table.from_arrays([column, column], names=["input_ids", "input_ids"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet has two columns named 'input_ids': rename"):
+        open_documents(str(tmp_path), 10)
+
+
+@pytest.mark.parametrize("name", ["b.bin.zst", "b.arrow", "b.mds", "b.parquet.gz", "b.npz"])
+def test_a_folder_is_not_read_in_part(tmp_path: Path, name: str) -> None:
+    write_parquet(tmp_path / "a.parquet", input_ids=DOCUMENTS)
+    (tmp_path / "README.md").write_text("about")
+    assert len(every_id(str(tmp_path), 10)) == len(IDS)
+    (tmp_path / name).write_bytes(b"ids")
+    with pytest.raises(ConfigError, match=rf"{name} is not read, unlike a\.parquet beside it"):
+        open_documents(str(tmp_path), 10)
+
+
+def test_a_folder_of_several_splits_is_refused(tmp_path: Path) -> None:
+    for name in ("fineweb_train_000001", "fineweb_val_000000"):
+        write_llmc(tmp_path / f"{name}.bin", 20240520, 1, np.arange(9, dtype="<u2"))
+    with pytest.raises(ConfigError, match=r"several splits, as fineweb_train_000001\.bin and fine"):
+        open_documents(str(tmp_path), 10)
+    assert len(every_id(str(tmp_path / "fineweb_train_*.bin"), 10)) == 9
 
 
 @pytest.mark.parametrize("name", ["a.BIN", "a.Bin"])

@@ -102,6 +102,18 @@ FAULTS = {
         r"a\.json gives the type of the tokens in .*a\.bin .* 'float32'",
     ),
     "broken sidecar": (lambda d: write_bin(d / "a.bin", b"abcd", '{"dt'), r"truncated\): correct"),
+    "zip": (
+        lambda d: write_bin(d / "a.bin", b"PK\x03\x04" + bytes(60)),
+        r"a\.bin should be bare ids, but it is a zip archive, as",
+    ),
+    "LitGPT": (
+        lambda d: write_bin(d / "a.bin", b"LITPKDS" + bytes(65)),
+        r"a\.bin should be bare ids, but it is a packed file of LitGPT",
+    ),
+    "LitData": (
+        lambda d: [write_bin(d / n, b"\1\0" * 9) for n in ("index.json", "chunk-0-0.bin")][1],
+        r"chunk-0-0\.bin should be bare ids, but it is a chunk of LitData",
+    ),
     "truncated": (
         lambda d: write_npy(d / "a.npy", IDS, -1),
         r"a\.npy is truncated, or not a \.npy",
