@@ -14,12 +14,12 @@ from safetensors.numpy import save
 
 from jaxpipe.checkpoint.naming import NamedParameter, list_parameters
 from jaxpipe.checkpoint.placing import ParamPath, Read
-from jaxpipe.checkpoint.safetensors_directory import complete_directory
+from jaxpipe.checkpoint.safetensors_directory import ADAPTER_SETTINGS, complete_directory
 from jaxpipe.config import ConfigError, LoraConfig
 from jaxpipe.model import ModelConfig
 from jaxpipe.model.lora import NAME, Adapter, merge_adapter
 
-FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+FILE, SETTINGS = "adapter_model.safetensors", ADAPTER_SETTINGS
 PREFIX, MATRICES = "base_model.model.", {"a": "lora_A", "b": "lora_B"}
 
 

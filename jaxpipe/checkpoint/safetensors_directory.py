@@ -34,6 +34,8 @@ _READ_AS = DTYPES | dict.fromkeys(("F64", block_fp8.KIND), DTYPES["F32"])
 # DistributedDataParallel and multimodal models put before all names of a text model.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _PREFIXES = ("base_model.model.", "module.", "language_model.")
+ADAPTER_SETTINGS = "adapter_config.json"  # of PEFT
+_OTHERS = (".safetensors", ".bin", ".gguf", ".pt", ".pth")  # suffixes of weights in other forms
 _ADAPTERS = (".lora_A.", ".lora_B.", ".base_layer.", ".modules_to_save.")
 
 Shape = tuple[int, ...]
@@ -178,12 +180,20 @@ class TensorFiles:
         return index
 
     def _files(self) -> list[Path]:
+        if (self.directory / ADAPTER_SETTINGS).exists():
+            raise ConfigError(
+                f"{self.directory} has {ADAPTER_SETTINGS}, by which transformers adds an adapter "
+                f"to the model: give an adapter as lora.adapter, and move that file elsewhere to "
+                f"take the model without it."
+            )
         if (self.directory / ONE_FILE).exists():
             return [self.directory / ONE_FILE]
         if not self._index:
+            others = [path.name for path in self.directory.glob("*") if path.suffix in _OTHERS]
             raise ConfigError(
-                f"{self.directory} has neither {ONE_FILE} nor {INDEX}: give the directory of a "
-                f"Hugging Face checkpoint in safetensors."
+                f"{self.directory} has neither {ONE_FILE} nor {INDEX}"
+                f"{f', but {min(others)}' if others else ''}: give the directory of a Hugging Face "
+                f"checkpoint in safetensors, as `save_pretrained` of transformers writes it."
             )
         files = [self.directory / name for name in dict.fromkeys(self._index.values())]
         if missing := [path.name for path in files if not path.exists()]:

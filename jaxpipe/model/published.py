@@ -204,6 +204,9 @@ def check_known(theirs: Mapping[str, Any], known: Collection[str], place: str = 
       place: name of the table.
     """
     for name, value in theirs.items():
+        if name == "is_causal" and value is not None:  # as every model here
+            check_only(theirs, {name: (True,)})
+            continue
         # transformers keeps its own notes in names with an underscore; dropout is of training.
         harmless = name in HARMLESS or name.startswith("_") or "dropout" in name
         if value and name not in known and not harmless:

@@ -61,6 +61,7 @@ NESTED = {
     r"has weight_block_size=\[64, 64\] but this model has only": {
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}
     },
+    "has is_causal=False but": {"is_causal": False},
     "has weight_block_size=None but": {
         "quantization_config": {"quant_method": "fp8", "weight_block_size": None}
     },

@@ -250,6 +250,12 @@ FILE_DAMAGE = {
     "has neither model.safetensors nor model.safetensors.index.json": (
         lambda d: (d / "model.safetensors.index.json").unlink()
     ),
+    r"has neither model.safetensors nor model.safetensors.index.json, but pytorch_model.bin": (
+        lambda d: [path.unlink() for path in d.glob("model*")] and (d / "pytorch_model.bin").touch()
+    ),
+    "has adapter_config.json, by which transformers adds an adapter": (
+        lambda d: (d / "adapter_config.json").write_text("{}")
+    ),
     "has no config.json": lambda d: (d / "config.json").unlink(),
     "config.json cannot be read": lambda d: (d / "config.json").write_text("{"),
 }

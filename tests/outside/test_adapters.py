@@ -86,6 +86,16 @@ def test_every_setting_of_the_installed_peft_is_known():
     assert all(refusal({"init_lora_weights": value}) for value in OTHER_BASE)
 
 
+def test_kinds_that_peft_cannot_merge_have_another_remedy():
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING as tuners
+    from peft.tuners.tuners_utils import BaseTuner
+
+    for kind in peft.PeftType:
+        can_merge = kind in tuners and issubclass(tuners[kind], BaseTuner)
+        if not can_merge:
+            assert "cannot save it merged" in refusal({"peft_type": kind.value}), kind
+
+
 NAMES = {"q_proj": ("attn", "wq"), "v_proj": ("attn", "wv")}
 TAKEN = [
     {}, {"use_rslora": True}, {"layers_to_transform": [1]}, {"layers_to_transform": 0},

@@ -92,7 +92,14 @@ FOLDERS = {
         {"additional_special_tokens": ["<tool>"]},
         tokenizer_json(truncation=_TRUNCATION, padding=_PADDING),
     ),
+    "padding with a token of its own": folder(
+        tokenizer=tokenizer_json(padding=_PADDING | {"pad_token": "<x>"})
+    ),
     "GPT2Tokenizer": folder({"tokenizer_class": "GPT2Tokenizer"}),
+    "the class of a model": folder({"tokenizer_class": None})
+    | {"config.json": {"model_type": "gpt2"}},
+    "a class in config.json": folder({"tokenizer_class": None})
+    | {"config.json": {"model_type": "llama", "tokenizer_class": "GPT2Tokenizer"}},
     "a BOS that the configuration asks for and the file does not add": folder(
         {"bos_token": "<x>", "add_bos_token": True, "add_eos_token": True}
     ),
@@ -137,6 +144,9 @@ NOT_UNDERSTOOD = {  # what is wrong, and what the message names
     ),
     "a class that splits otherwise": (
         folder({"tokenizer_class": "Qwen2Tokenizer"}), "another normalizer"
+    ),
+    "a class that a model forces": (
+        folder() | {"config.json": {"model_type": "qwen2"}}, "in a folder without config.json"
     ),
     "a blank that one file adds": (
         folder({"add_prefix_space": True}), "add_prefix_space=true, but tokenizer.json adds none"
