@@ -51,9 +51,6 @@ def read_tokens(files: TokenizerFiles) -> TokenizerTokens:
     """
     config, vocabulary, own = files.json(CONFIG), *_read_vocabulary(files)
     defaults = {name: _token(text, files, name) for name, text in default_tokens(files).items()}
-    padding = files.json(TOKENIZER).get("padding")
-    if isinstance(padding, dict) and not is_rebuilt(files):
-        defaults["pad_token"] = _token(padding.get("pad_token"), files, f"padding of {TOKENIZER}")
     named, extra = _read_named(config, files, CONFIG)
     stated = _read_stated(config.get("added_tokens_decoder"), files)
     if stated is None:

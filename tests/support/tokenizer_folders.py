@@ -92,9 +92,6 @@ FOLDERS = {
         {"additional_special_tokens": ["<tool>"]},
         tokenizer_json(truncation=_TRUNCATION, padding=_PADDING),
     ),
-    "padding with a token of its own": folder(
-        tokenizer=tokenizer_json(padding=_PADDING | {"pad_token": "<x>"})
-    ),
     "GPT2Tokenizer": folder({"tokenizer_class": "GPT2Tokenizer"}),
     "the class of a model": folder({"tokenizer_class": None})
     | {"config.json": {"model_type": "gpt2"}},
