@@ -35,6 +35,7 @@ from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.arguments import parse, parser_of, string_override
 from jaxpipe.config.paths import local_path
 from jaxpipe.config.units import parse_bytes
+from jaxpipe.core.schedule import write_schedule
 from jaxpipe.data.packing_estimate import PackingEstimate, estimate_packing
 from jaxpipe.gpu.cards import CARDS, parse_cards
 from jaxpipe.planning import (
@@ -59,8 +60,8 @@ from jaxpipe.planning.size_checks import resolve_sizes
 from jaxpipe.runtime import command
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.runtime.environment import usable_share
-from jaxpipe.schedule import draw_timeline, find_family, fuse_steps, write_schedule
-from jaxpipe.schedule.figure import draw_figure
+from jaxpipe.schedules import draw_timeline, find_family, fuse_steps
+from jaxpipe.schedules.timing.figure import draw_figure
 
 
 def main(argv: Sequence[str] | None = None) -> int:

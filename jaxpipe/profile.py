@@ -25,7 +25,7 @@ from jaxpipe.planning.checks import check_settings
 from jaxpipe.runtime import command
 from jaxpipe.runtime.devices import check_devices
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
-from jaxpipe.schedule.recording import (
+from jaxpipe.schedules.timing.recording import (
     ProfileError,
     RankTicks,
     median_op_seconds,

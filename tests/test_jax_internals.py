@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpipe.jax_internals import (
+from jaxpipe.core.jax_internals import (
     cudnn_attention,
     define_primitive,
     distributed_state,

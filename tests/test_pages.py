@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 HOME = Path(__file__).parents[1]
-LAYER_KIND = HOME / "jaxpipe" / "contract" / "ADD_A_LAYER_KIND.md"
-YOUR_MODEL = HOME / "jaxpipe" / "pipeline" / "BRING_YOUR_MODEL.md"
+LAYER_KIND = HOME / "jaxpipe" / "core" / "contract" / "ADD_A_LAYER_KIND.md"
+YOUR_MODEL = HOME / "jaxpipe" / "flax_models" / "BRING_YOUR_MODEL.md"
 
 # Claims of "Add a layer kind": results by the measures of the other tests; F stores the choice.
 MORE = """
 from compare import assert_same
-from jaxpipe.contract import Context
-from jaxpipe.pipeline import POLICIES, split_layer
+from jaxpipe.core.contract import Context
+from jaxpipe.core.split import POLICIES, split_layer
 
 for got in runs.values():
     assert_same(got, want)

@@ -27,7 +27,8 @@ from jaxpipe.bench.processes import ProcessGroup, list_programs, processor_name
 from jaxpipe.bench.sleeping import SleepingStep
 from jaxpipe.bench.variants import PEERS
 from jaxpipe.config import ConfigError
-from jaxpipe.schedule import ScheduleVariant, find_family, lower, simulate
+from jaxpipe.core.schedule import lower, simulate
+from jaxpipe.schedules import ScheduleVariant, find_family
 
 # Live microbatches per rank of the variants that run forwards ahead: more than 1F1B needs, and as
 # many as the others hold.

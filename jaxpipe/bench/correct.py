@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from jaxpipe.bench import options
 from jaxpipe.bench.processes import BenchError
 from jaxpipe.config import Config, ParallelConfig
-from jaxpipe.pipeline import losses_and_gradients_ref
+from jaxpipe.core.executor import losses_and_gradients_ref
 from jaxpipe.runtime.devices import DEVICES, data_sheet_of
 from jaxpipe.training.batch_sharder import random_batch
 from jaxpipe.training.trainer import Trainer

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxpipe.contract import LayerKind, LayerOutput, StageFunctions
-from jaxpipe.parallel import batch_spec, make_mesh
-from jaxpipe.pipeline import Execution, Pipeline
-from jaxpipe.schedule import Costs, Lockstep, Schedule, ScheduleVariant, build, find_family
-from jaxpipe.schedule.scan import optimize_pace
+from jaxpipe.core.contract import LayerKind, LayerOutput, StageFunctions
+from jaxpipe.core.executor import Execution, Pipeline
+from jaxpipe.core.mesh import batch_spec, make_mesh
+from jaxpipe.core.schedule import Costs, Lockstep, Schedule
+from jaxpipe.core.schedule.scan import optimize_pace
+from jaxpipe.schedules import ScheduleVariant, build, find_family
 
 # A message takes no tick of its own. A permute on CPUs waits for the rank's neighbours, and a
 # tick's two permutes run one after the other: within a few percent a barrier of all ranks.

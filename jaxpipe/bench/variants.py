@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError, RuntimeConfig
 from jaxpipe.planning import Devices, OpSeconds, estimate, resolve
-from jaxpipe.schedule import find_family
+from jaxpipe.schedules import find_family
 
 PP = 2  # pipeline ranks
 CPUS = Devices("cpu", memory=None)

@@ -16,9 +16,9 @@ from jax import lax
 from jaxpipe.bench.serving import StepWorker, serve
 from jaxpipe.bench.sleeping import SleepingStep, compile_sleeping_step
 from jaxpipe.config import from_builtins
-from jaxpipe.contract import Aux, Context
+from jaxpipe.core.contract import Aux, Context
 from jaxpipe.runtime.environment import use_cpu_devices
-from jaxpipe.schedule import ScheduleVariant
+from jaxpipe.schedules import ScheduleVariant
 from jaxpipe.training.batch_sharder import random_batch
 from jaxpipe.training.op_timers import OpTimer
 from jaxpipe.training.state import State

@@ -20,14 +20,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpipe.checkpoint.handler import UnpaddedArray, copy_to_host
-from jaxpipe.parallel import (
+from jaxpipe.core.executor.buffers import HOST, to_device, to_host
+from jaxpipe.core.mesh import (
     ParamSharding,
     Sharding,
     StageLayout,
     is_stage_stacked,
     map_stage_stacked,
 )
-from jaxpipe.pipeline.buffers import HOST, to_device, to_host
 
 Tree = Any
 Index = tuple[int, ...]  # of a layer in the arrays of its run (`place_of`); (): of no layer
@@ -50,7 +50,7 @@ class StateKeying:
       sharding: how parameters are stored on the mesh.
 
     >>> import jax.numpy as jnp
-    >>> from jaxpipe.parallel import make_mesh
+    >>> from jaxpipe.core.mesh import make_mesh
     >>> layout, mesh = StageLayout((2,)), make_mesh(pp=1, devices=jax.devices()[:1])
     >>> layers = layout.stack([{"up": jnp.ones(8)}] * 2)
     >>> params = {"embed_head": {"norm": jnp.ones(4)}, "layers": layers}

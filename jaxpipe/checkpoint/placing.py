@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxpipe.config import ConfigError
-from jaxpipe.parallel import ParamSharding, Sharding, StageLayout
+from jaxpipe.core.mesh import ParamSharding, Sharding, StageLayout
 
 Tree = Any
 ParamPath = tuple[str, ...]  # ("layers", "17", "attn", "wq") or ("embed_head", "embed")

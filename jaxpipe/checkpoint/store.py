@@ -52,7 +52,7 @@ class CheckpointStore:
 
     >>> import jax, tempfile
     >>> import jax.numpy as jnp
-    >>> from jaxpipe.parallel import Sharding, StageLayout, make_mesh
+    >>> from jaxpipe.core.mesh import Sharding, StageLayout, make_mesh
     >>> from jaxpipe.runtime.storage import open_path
     >>> layout, mesh = StageLayout((2,)), make_mesh(pp=1, devices=jax.devices()[:1])
     >>> layers = layout.stack([{"up": jnp.ones(8)}] * 2)

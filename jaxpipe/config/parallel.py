@@ -7,8 +7,8 @@ from msgspec import Meta
 
 from jaxpipe.config.path_types import LocalPath
 from jaxpipe.config.watching import Section
+from jaxpipe.core.contract.sequence import Method
 from jaxpipe.model.family import INT32_MAX, Count, Positive
-from jaxpipe.partition.sequence import Method
 
 
 class ParallelConfig(Section, kw_only=True):
@@ -47,7 +47,7 @@ class ParallelConfig(Section, kw_only=True):
     # with zero_stage=3: all-gather a layer for every action instead of once a step; saves memory,
     # costs M times as many gathers; auto: if pp is 1
     reshard_after_forward: bool | Literal["auto"] = "auto"
-    schedule: str = "1f1b"  # pipeline schedule, one of jaxpipe.schedule.NAMES
+    schedule: str = "1f1b"  # pipeline schedule, one of jaxpipe.schedules.NAMES
     # schedule=custom: .csv or .json with the actions of each pipeline rank, in PyTorch's notation
     schedule_file: LocalPath = ""
     # stages per pipeline rank, for schedules with a choice; 0: the schedule's default

@@ -14,9 +14,9 @@ from jaxpipe.config.files import (
 from jaxpipe.config.parallel import ParallelConfig
 from jaxpipe.config.path_types import LocalPath
 from jaxpipe.config.watching import DebugConfig, LogConfig, RuntimeConfig, Section
+from jaxpipe.core.contract.sequence import padded_length
 from jaxpipe.model import ModelConfig
 from jaxpipe.model.family import INT32_MAX, Count, Positive
-from jaxpipe.partition.sequence import padded_length
 
 Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]

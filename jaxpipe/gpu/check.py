@@ -11,14 +11,14 @@ import jax
 from jax.experimental import topologies
 
 from jaxpipe.config import ConfigError
+from jaxpipe.core.executor.buffers import HOST
+from jaxpipe.core.jax_internals import set_memory_kinds
 from jaxpipe.gpu import cards
 from jaxpipe.gpu.collectives import Collectives
 from jaxpipe.gpu.products import ProductCount, count_products
 from jaxpipe.gpu.program import GraphCoverage, Program, read_graph_coverage
 from jaxpipe.gpu.seconds import StepSeconds, estimate_seconds
 from jaxpipe.gpu.temporaries import Temporary, read_temporaries
-from jaxpipe.jax_internals import set_memory_kinds
-from jaxpipe.pipeline.buffers import HOST
 from jaxpipe.planning import RunPlan
 from jaxpipe.runtime import compiler
 from jaxpipe.runtime.devices import DEVICES

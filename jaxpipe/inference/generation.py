@@ -20,13 +20,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from msgspec import structs
 
 from jaxpipe.config import ConfigError
-from jaxpipe.contract import Context
+from jaxpipe.core.contract import Context
+from jaxpipe.core.executor.parameters import DeviceParameters
+from jaxpipe.core.mesh import PP, REPLICA_AXES, TP
 from jaxpipe.inference.loaded_model import LoadedModel
 from jaxpipe.inference.sampling import GREEDY, Draw, Sampling, key_of
 from jaxpipe.inference.settings import evaluation_config, uses_pipeline
 from jaxpipe.inference.uncached import UncachedDecoding, UncachedModel
-from jaxpipe.parallel import PP, REPLICA_AXES, TP
-from jaxpipe.pipeline.parameters import DeviceParameters
 from jaxpipe.planning.model import model_of
 from jaxpipe.runtime import position
 from jaxpipe.training.state import State

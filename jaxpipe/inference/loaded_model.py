@@ -11,8 +11,8 @@ from msgspec import structs
 from jaxpipe.checkpoint.compatibility import check_same_settings
 from jaxpipe.checkpoint.placing import place_parameters
 from jaxpipe.config import Config, to_toml
+from jaxpipe.core.executor import Pipeline
 from jaxpipe.inference.saved_model import SavedModel
-from jaxpipe.pipeline import Pipeline
 from jaxpipe.planning import Devices, resolve
 from jaxpipe.runtime import processes
 from jaxpipe.training.state import State

@@ -12,12 +12,12 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.contract import Aux, LayerOutput
+from jaxpipe.core.contract import Aux, LayerOutput
+from jaxpipe.core.contract.sequence import FULL_SEQUENCE, FullSequence, query_blocks
 from jaxpipe.model.blocks import BlockKernel, KeyRange, PlainBlocks, count_halvings
 from jaxpipe.model.fused import FusedBlocks, fused_attention
 from jaxpipe.model.packed import RowDocuments, packed_attention, shard_documents
 from jaxpipe.model.ring import RingLayout, ring_attention, slice_positions
-from jaxpipe.partition.sequence import FULL_SEQUENCE, FullSequence, query_blocks
 
 # Maps attention probabilities `[B, H, L, S]` from the `query`-th query and `key`-th key; or None.
 OnShares = Callable[..., jax.Array] | None

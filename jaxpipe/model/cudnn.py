@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from jaxpipe.jax_internals import define_primitive
+from jaxpipe.core.jax_internals import define_primitive
 
 # Rematerialisation policies match jax's attention primitives by this prefix.
 _ATTENTION = "dot_product_attention_"

@@ -12,7 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.contract import Context, LayerKind, LayerOutput, Names, Rounds, StageFunctions
+from jaxpipe.core.contract import Context, LayerKind, LayerOutput, Names, Rounds, StageFunctions
+from jaxpipe.core.contract.devices import ONE_DEVICE, OneDevice
+from jaxpipe.core.contract.experts import ALL_EXPERTS, AllExperts
+from jaxpipe.core.contract.parameter import ParamSpec
+from jaxpipe.core.contract.sequence import FULL_SEQUENCE, FullSequence
 from jaxpipe.model.attention import CachedKeys, CausalAttention
 from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.dropout import NO_MASKS, Dropout, Masks
@@ -34,10 +38,6 @@ from jaxpipe.model.loss import (
 from jaxpipe.model.objective import Objective
 from jaxpipe.model.packed import RowDocuments
 from jaxpipe.model.parts import EmbedHeadParts, Init, LayerInputs, LayerParts, init_from
-from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
-from jaxpipe.partition.experts import ALL_EXPERTS, AllExperts
-from jaxpipe.partition.leaf import ParamSpec
-from jaxpipe.partition.sequence import FULL_SEQUENCE, FullSequence
 
 Tree = Any
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal, Self
 from msgspec import Meta
 from msgspec.structs import replace
 
+from jaxpipe.core.contract.sequence import FullSequence
 from jaxpipe.model.family import Count, ModelConfig, Positive
-from jaxpipe.partition.sequence import FullSequence
 
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Chance = Annotated[float, Meta(ge=0, lt=1)]

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.partition.devices import OneDevice
+from jaxpipe.core.contract.devices import OneDevice
 
 _SITES = {"embedding": 0, "shares": 1, "attention": 2, "mlp": 3}
 

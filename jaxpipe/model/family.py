@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Self
 import msgspec
 from msgspec import Meta
 
+from jaxpipe.core.contract.sequence import FullSequence
 from jaxpipe.model.published import HuggingFace, architecture
-from jaxpipe.partition.sequence import FullSequence
 
 if TYPE_CHECKING:
     import jax
 
-    from jaxpipe.contract import StageFunctions
+    from jaxpipe.core.contract import StageFunctions
     from jaxpipe.model.loss import ScoreOptions, TokenScores
 
 Tree = Any

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.contract import Aux, Context
+from jaxpipe.core.contract import Aux, Context
+from jaxpipe.core.contract.devices import OneDevice
 from jaxpipe.model.grouped_fp8 import TILE, GroupedFp8
 from jaxpipe.model.parts import Dot
-from jaxpipe.partition.devices import OneDevice
 
 Tree = Any
 _LEAST = 2.0**-100  # smaller absolute values count as zero
@@ -216,7 +216,7 @@ def _backward(how: _Batched | _Grouped, residuals: Any, dys: Any) -> Any:
     dtype, each = dys[0].dtype, scales or (None,) * len(weights)
     at_y = [_round(2, *operand, how.devices, how.experts) for operand in zip(dys, each)]
     dx = sum(how.inputs(dy, w, sizes, dtype) for dy, w in zip(at_y, weights))
-    # Rounded last of all, so that a split layer can leave it out (`jaxpipe.pipeline.jaxpr`).
+    # Rounded last of all, so that a split layer can leave it out (`jaxpipe.core.split.jaxpr`).
     wide = jnp.promote_types(dtype, jnp.float32)
     dweights = tuple(how.weights(x, dy, sizes, wide).astype(dtype) for dy in at_y)
     if scales is not None:

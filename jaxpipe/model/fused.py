@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from jaxpipe.jax_internals import cudnn_attention
+from jaxpipe.core.jax_internals import cudnn_attention
 from jaxpipe.model.blocks import AttentionOutput, BlockGradients, KeyBlock, QueryBlock
 from jaxpipe.model.cudnn import define_attention
 from jaxpipe.model.decoder_config import unmet_by_kernel

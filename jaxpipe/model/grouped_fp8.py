@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.jax_internals import define_primitive
+from jaxpipe.core.jax_internals import define_primitive
 
 TILE = 128  # the number of a group's rows, and every width, is a multiple of it
 NAME = "fp8_ragged_dot"  # of the primitive

@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
-from jaxpipe.contract import Context, LayerOutput, StageFunctions
+from jaxpipe.core.contract import Context, LayerOutput, StageFunctions
+from jaxpipe.core.contract.devices import OneDevice
+from jaxpipe.core.contract.parameter import TP, ParamSpec
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.dropout import Dropout, Masks
 from jaxpipe.model.fp8 import Precision
 from jaxpipe.model.loss import LOGPROBS, ScoreOptions, TokenScores
 from jaxpipe.model.parts import PLAIN_DOT, Dot
-from jaxpipe.partition.devices import OneDevice
-from jaxpipe.partition.leaf import TP, ParamSpec
 
 Tree = Any
 NAME = "lora"  # of the adapters among a layer's parameters

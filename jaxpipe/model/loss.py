@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.core.contract.devices import ONE_DEVICE, OneDevice
 from jaxpipe.model.parts import local_entries
-from jaxpipe.partition.devices import ONE_DEVICE, OneDevice
 
 IGNORE = -100  # target of tokens that the loss ignores
 

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.contract import StageFunctions
-from jaxpipe.jax_internals import used_inputs
+from jaxpipe.core.contract import StageFunctions
+from jaxpipe.core.jax_internals import used_inputs
 from jaxpipe.model.loss import CHOICES, ScoreOptions, TokenScores
 
 Tree = Any

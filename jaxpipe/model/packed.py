@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 
-from jaxpipe.jax_internals import cudnn_attention
+from jaxpipe.core.jax_internals import cudnn_attention
 from jaxpipe.model.blocks import AttentionOutput
 from jaxpipe.model.cudnn import define_attention
 from jaxpipe.model.decoder_config import unmet_by_packed_kernel

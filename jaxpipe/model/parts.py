@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpipe.core.contract.devices import OneDevice
+from jaxpipe.core.contract.experts import ALL_EXPERTS, AllExperts
+from jaxpipe.core.contract.parameter import PP, TP, ParamSpec
 from jaxpipe.model.attention import CachedKeys, CausalAttention, OnShares
 from jaxpipe.model.dropout import NO_MASKS, Masks
 from jaxpipe.model.packed import RowDocuments
-from jaxpipe.partition.devices import OneDevice
-from jaxpipe.partition.experts import ALL_EXPERTS, AllExperts
-from jaxpipe.partition.leaf import PP, TP, ParamSpec
 
 # (name, shape, standard deviation (0: zeros, None: ones), sharding) -> parameter
 Init = Callable[[str, tuple[int, ...], float | None, ParamSpec], nnx.Param]

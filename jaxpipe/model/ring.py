@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpipe.core.contract.sequence import FullSequence
 from jaxpipe.model.blocks import (
     KEPT,
     AttentionOutput,
@@ -38,7 +39,6 @@ from jaxpipe.model.blocks import (
     delay_residuals,
     skip_unseen,
 )
-from jaxpipe.partition.sequence import FullSequence
 
 Arrays = tuple[jax.Array, ...]
 PullBack = Callable[..., tuple[Arrays, Arrays]]

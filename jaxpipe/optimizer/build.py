@@ -9,12 +9,12 @@ import jax
 import optax
 
 from jaxpipe.config import ConfigError, OptimizerConfig, is_custom
+from jaxpipe.core.mesh.flags import is_trained, merge, select
 from jaxpipe.optimizer.custom import load_custom
 from jaxpipe.optimizer.groups import Stores, weight_decay
 from jaxpipe.optimizer.layerwise import layerwise
 from jaxpipe.optimizer.muon import muon_on_matrices, muon_rate
 from jaxpipe.optimizer.rate import learning_rate
-from jaxpipe.parallel.flags import is_trained, merge, select
 
 Tree = Any
 

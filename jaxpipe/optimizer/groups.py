@@ -8,7 +8,7 @@ import jax
 import optax
 
 from jaxpipe.config import OptimizerConfig
-from jaxpipe.parallel import ParamSharding
+from jaxpipe.core.mesh import ParamSharding
 
 Tree = Any
 Stores = Callable[[Tree], Tree]  # a stage-stacked tree to the `ParamSharding` of every leaf

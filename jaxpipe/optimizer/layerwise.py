@@ -15,9 +15,9 @@ import optax
 from jax import lax
 
 from jaxpipe.config import ConfigError, first_line
-from jaxpipe.jax_internals import used_inputs
+from jaxpipe.core.jax_internals import used_inputs
+from jaxpipe.core.mesh import is_stage_stacked, map_stage_stacked, stage_stacked_trees
 from jaxpipe.optimizer.groups import Stores
-from jaxpipe.parallel import is_stage_stacked, map_stage_stacked, stage_stacked_trees
 
 Tree = Any
 Name = tuple[str, ...] | None  # the path of a parameter; None: an array that belongs to none

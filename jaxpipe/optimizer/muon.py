@@ -9,8 +9,8 @@ import optax
 from jax import lax
 
 from jaxpipe.config import OptimizerConfig
+from jaxpipe.core.mesh import ParamSharding
 from jaxpipe.optimizer.groups import Stores, groups
-from jaxpipe.parallel import ParamSharding
 
 Tree = Any
 _AT_ONCE = 2  # parameters that Muon handles at once: one is gathered while another is multiplied

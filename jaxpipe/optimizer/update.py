@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxpipe.parallel.flags import choose
+from jaxpipe.core.mesh.flags import choose
 
 Tree = Any
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from jaxpipe.config import Config
+from jaxpipe.core.schedule import ScheduleError, simulate
 from jaxpipe.planning.candidates import arrange_variant, sizes_of, variant_of
 from jaxpipe.planning.estimate import Estimate, estimate
 from jaxpipe.planning.resolve import RunPlan
 from jaxpipe.runtime.environment import usable_share
-from jaxpipe.schedule import FAMILIES, ScheduleError, simulate
+from jaxpipe.schedules import FAMILIES
 
 _TRIES = 6
 _CLEAR_GAIN = 0.05  # of the scan's time

@@ -6,9 +6,10 @@ from itertools import islice
 from msgspec.structs import replace
 
 from jaxpipe.config import Config
+from jaxpipe.core.schedule import Placement
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.hardware import Hardware, LayerSeconds, op_seconds
-from jaxpipe.schedule import LIMITS, Placement, shorter_and_shorter
+from jaxpipe.schedules import LIMITS, shorter_and_shorter
 
 _OPS = ("F", "B", "W")
 

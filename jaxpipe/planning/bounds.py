@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxpipe.config import Config
+from jaxpipe.core.schedule import Costs, Op, Placement, Schedule
+from jaxpipe.core.schedule.simulate import peak_live
 from jaxpipe.planning.costs import costs_of
-from jaxpipe.schedule import Costs, Op, Placement, Schedule
-from jaxpipe.schedule.simulate import peak_live
 
 if TYPE_CHECKING:
-    from jaxpipe.parallel import StageLayout
+    from jaxpipe.core.mesh import StageLayout
 
 
 @dataclass(frozen=True)

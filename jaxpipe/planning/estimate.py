@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from jaxpipe.config import Config
+from jaxpipe.core.schedule import ScheduleError, SimulationReport, simulate
+from jaxpipe.core.schedule.scan import scan_time
 from jaxpipe.planning.candidates import arrange_variant, variant_of, variants
 from jaxpipe.planning.costs import ModelCosts, costs_of, essentials, take_traced
 from jaxpipe.planning.devices import Devices
@@ -17,18 +19,10 @@ from jaxpipe.planning.memory import RankBytes
 from jaxpipe.planning.progress import PlanProgress
 from jaxpipe.planning.resolve import RunPlan, with_known_vocabulary
 from jaxpipe.planning.traffic import mirrored_bytes, step_traffic
-from jaxpipe.schedule import (
-    FAMILIES,
-    ScheduleError,
-    ScheduleVariant,
-    SimulationReport,
-    fusion_gain,
-    simulate,
-)
-from jaxpipe.schedule.scan import scan_time
+from jaxpipe.schedules import FAMILIES, ScheduleVariant, fusion_gain
 
 if TYPE_CHECKING:
-    from jaxpipe.parallel import StageLayout
+    from jaxpipe.core.mesh import StageLayout
 
 
 @dataclass(frozen=True)

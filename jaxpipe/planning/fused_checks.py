@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.schedule import find_family
+from jaxpipe.schedules import find_family
 
 
 def check_fused(config: Config) -> None:

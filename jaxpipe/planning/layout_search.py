@@ -8,6 +8,7 @@ from itertools import count
 from msgspec import structs
 
 from jaxpipe.config import Config
+from jaxpipe.core.schedule import Placement, Schedule, ScheduleError
 from jaxpipe.planning.bounds import LeastLayout, ScheduleFacts, least_residuals, least_seconds
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.devices import Devices
@@ -19,7 +20,7 @@ from jaxpipe.planning.resolve import RunPlan, arrange, layers_of, schedule_of
 from jaxpipe.planning.size_checks import resolve_sizes
 from jaxpipe.planning.space import SearchSpace
 from jaxpipe.runtime.environment import usable_share
-from jaxpipe.schedule import Placement, Schedule, ScheduleError, find_family
+from jaxpipe.schedules import find_family
 
 # bytes and seconds of every way to store the state, by microbatch size, placement and layers
 _States = dict[tuple[int, Placement, tuple[int, ...]], list[tuple[int, float]]]

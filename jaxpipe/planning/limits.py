@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from jaxpipe.config import Config
 from jaxpipe.config.units import parse_bytes, readable_bytes
+from jaxpipe.core.schedule import MemoryCosts, ScheduleError
 from jaxpipe.planning.costs import ITEMSIZE, costs_of
 from jaxpipe.planning.memory import logits_of, rank_bytes
 from jaxpipe.runtime.environment import usable_share
-from jaxpipe.schedule import LIMITS, MemoryCosts, ScheduleError
+from jaxpipe.schedules import LIMITS
 
 if TYPE_CHECKING:
-    from jaxpipe.parallel import StageLayout
+    from jaxpipe.core.mesh import StageLayout
 
 
 @dataclass(frozen=True)

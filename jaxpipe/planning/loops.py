@@ -18,7 +18,7 @@ def unroll_layers(plan: "RunPlan") -> int | None:
 
     By default up to `UNROLLED` are unrolled on CPU and in a pure pipeline (dp and tp are 1). All
     are unrolled where no loop will do, and on GPUs whose layers have collectives: nothing moves
-    from one iteration to another, so a loop hides fewer of them (`pipeline/README.md`). So are
+    from one iteration to another, so a loop hides fewer of them (`core/executor/README.md`). So are
     those with 8-bit products, to which XLA gives no slice of a stack: a loop would copy every
     gradient sum out and back.
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.config import Config
+from jaxpipe.core.schedule import Placement, Tables
 from jaxpipe.planning.costs import (
     ITEMSIZE,
     LayerCosts,
@@ -14,10 +15,9 @@ from jaxpipe.planning.costs import (
     size_of,
 )
 from jaxpipe.planning.stored import FLOAT32, StoredValues, stored_values
-from jaxpipe.schedule import Placement, Tables
 
 if TYPE_CHECKING:
-    from jaxpipe.parallel import StageLayout
+    from jaxpipe.core.mesh import StageLayout
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,9 @@ def ring_bytes(kind: LayerCosts, tables: Tables, *, on_host: bool = False) -> Ri
 
     `on_host`: whether its residuals are offloaded.
     """
-    from jaxpipe.pipeline.crossing import Residuals
-    from jaxpipe.pipeline.ring_buffers import values_by_use
-    from jaxpipe.pipeline.store import ring_lengths
+    from jaxpipe.core.executor.ring_buffers import values_by_use
+    from jaxpipe.core.executor.store import ring_lengths
+    from jaxpipe.core.split.crossing import Residuals
 
     waits = kind.waits
     residuals = Residuals(waits["for_b"], waits["for_w"])
@@ -187,6 +187,6 @@ def ring_bytes(kind: LayerCosts, tables: Tables, *, on_host: bool = False) -> Ri
 
 def layout_of(config: Config, placement: Placement, layers: tuple[int, ...]) -> "StageLayout":
     """Return the stage layout of a configuration's layers under a placement."""
-    from jaxpipe.parallel import StageLayout
+    from jaxpipe.core.mesh import StageLayout
 
     return StageLayout(layers, placement, costs_of(config).order)

@@ -4,20 +4,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.core.contract.devices import ONE_DEVICE
+from jaxpipe.core.contract.sequence import FULL_SEQUENCE
+from jaxpipe.core.mesh import ContextParallel, ExpertParallel, TensorParallel, VocabularyParallel
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.family import Model
 from jaxpipe.model.fp8 import Fp8
 from jaxpipe.model.lora import Adapters, LoraDecoder
 from jaxpipe.model.moe.products import GroupedProduct, choose_grouped_product
-from jaxpipe.parallel import (
-    ContextParallel,
-    ExpertParallel,
-    TensorParallel,
-    VocabularyParallel,
-)
-from jaxpipe.partition.devices import ONE_DEVICE
-from jaxpipe.partition.sequence import FULL_SEQUENCE
 from jaxpipe.planning.objective import objective_of
 
 

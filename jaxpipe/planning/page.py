@@ -11,7 +11,7 @@ from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.estimate import Estimate
 from jaxpipe.planning.limits import stage_memory
 from jaxpipe.planning.table import Plan
-from jaxpipe.schedule.figure import LOOKS, timed_boxes
+from jaxpipe.schedules.timing.figure import LOOKS, timed_boxes
 
 _MOMENTS = 1_000_000  # units of time in a step: finer than a screen shows, and short in the file
 

@@ -1,7 +1,8 @@
 """Rules of stages and schedules, and of embedding and head in a pipeline."""
 
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.schedule import ScheduleError, find_family
+from jaxpipe.core.schedule import ScheduleError
+from jaxpipe.schedules import find_family
 
 
 def _check_weights(config: Config) -> None:

@@ -10,6 +10,19 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.core.schedule import (
+    Costs,
+    Lockstep,
+    Op,
+    Placement,
+    Schedule,
+    ScheduleError,
+    Tables,
+    assign_layers,
+    lower,
+    validate,
+)
+from jaxpipe.core.schedule.scan import optimize_pace, scan_time
 from jaxpipe.planning.balance import balanced_splits
 from jaxpipe.planning.device_checks import check_devices
 from jaxpipe.planning.devices import Devices
@@ -19,25 +32,10 @@ from jaxpipe.planning.loops import unroll_layers
 from jaxpipe.planning.memory import RankBytes, layout_of, rank_bytes
 from jaxpipe.planning.size_checks import resolve_sizes
 from jaxpipe.runtime.devices import DEVICES
-from jaxpipe.schedule import (
-    Costs,
-    Lockstep,
-    Op,
-    Placement,
-    Schedule,
-    ScheduleError,
-    Tables,
-    assign_layers,
-    build,
-    check_memory,
-    find_family,
-    lower,
-    validate,
-)
-from jaxpipe.schedule.scan import optimize_pace, scan_time
+from jaxpipe.schedules import build, check_memory, find_family
 
 if TYPE_CHECKING:
-    from jaxpipe.parallel import StageLayout
+    from jaxpipe.core.mesh import StageLayout
 
 QUICK = 100_000  # effort of a search that takes less than a second
 _AS_FAST = 1.01  # times that differ by less count as equal: a plan is not more exact

@@ -11,11 +11,11 @@ from rich.table import Table
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.reading import read_tree
+from jaxpipe.core.schedule import simulate
 from jaxpipe.planning.estimate import Estimate
 from jaxpipe.planning.layout_search import LayoutSearch, SearchResult
 from jaxpipe.planning.seconds import NO_COPIES, NO_EXCHANGE
 from jaxpipe.planning.space import SEARCHED
-from jaxpipe.schedule import simulate
 
 _GIB = 2**30
 _COLUMNS = {

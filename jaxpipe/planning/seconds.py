@@ -4,7 +4,7 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
-from jaxpipe.schedule import Costs
+from jaxpipe.core.schedule import Costs
 
 _SHARED = ("F", "B", "W", "exchange")
 

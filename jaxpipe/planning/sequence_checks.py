@@ -3,7 +3,7 @@
 from math import prod
 
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.partition.sequence import FullSequence
+from jaxpipe.core.contract.sequence import FullSequence
 
 
 def _check_settings(config: Config) -> None:

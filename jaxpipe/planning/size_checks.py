@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.model.family import INT32_MAX
 from jaxpipe.runtime.processes import started
-from jaxpipe.schedule import find_family
+from jaxpipe.schedules import find_family
 
 _MOST_FORWARDS = 2**16  # a schedule is built and validated action by action
 

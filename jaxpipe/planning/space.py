@@ -11,7 +11,7 @@ from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.loops import unroll_if_needed
 from jaxpipe.planning.resolve import RunPlan
 from jaxpipe.planning.size_checks import check_count, resolve_sizes
-from jaxpipe.schedule import ScheduleVariant, find_family
+from jaxpipe.schedules import ScheduleVariant, find_family
 
 _HOST = 8  # devices of a host, within which tp stays
 _SEQUENCES = (1, 2, 4, 8)  # of a microbatch: more have the same products and fewer microbatches

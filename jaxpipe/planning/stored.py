@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from jaxpipe.config import Config, OptimizerConfig
-from jaxpipe.partition.leaf import DP, EP, PP, RP, TP, ZERO_AXES, ShardingPlan
+from jaxpipe.core.contract.parameter import DP, EP, PP, RP, TP, ZERO_AXES, ShardingPlan
 from jaxpipe.planning.costs import ITEMSIZE, costs_of, essentials
 
 FLOAT32 = 4
@@ -68,8 +68,8 @@ def _values_on(
     """
     import jax  # imported here: planning imports no jax
 
+    from jaxpipe.core.mesh import Sharding, stage_stacked_trees
     from jaxpipe.optimizer import build
-    from jaxpipe.parallel import Sharding, stage_stacked_trees
 
     costs = costs_of(model)
     kinds = [kind.parameters for kind in costs.kinds.values()]

@@ -16,7 +16,7 @@ from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.estimate import Estimate, gain_over
 from jaxpipe.planning.hardware import OpSeconds
 from jaxpipe.planning.settings import changed, words_of
-from jaxpipe.schedule import FAMILIES
+from jaxpipe.schedules import FAMILIES
 
 _GIB = 2**30
 _OF_VARIANT = (  # settings that choose a schedule

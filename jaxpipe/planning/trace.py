@@ -12,19 +12,19 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxpipe.config import Config, ParallelConfig
-from jaxpipe.contract import Context, StageFunctions
+from jaxpipe.core.contract import Context, StageFunctions
+from jaxpipe.core.contract.parameter import ParamSpec
+from jaxpipe.core.executor.traced_kind import TracedKind, embed_head_of
+from jaxpipe.core.mesh import DP, EP, PP, RP, TP, ZERO_AXES
+from jaxpipe.core.mesh.flags import is_trained, merge, select
+from jaxpipe.core.mesh.sharding import param_specs_of
+from jaxpipe.core.split import POLICIES
+from jaxpipe.core.split.split import Cotangent, LayerSplit, inexact
 from jaxpipe.model import cudnn, grouped_fp8
 from jaxpipe.model.ahead import ahead_keys
 from jaxpipe.model.fused import replace_kernels
 from jaxpipe.model.loss import CHOICES
 from jaxpipe.model.moe.balance import REAL
-from jaxpipe.parallel import DP, EP, PP, RP, TP, ZERO_AXES
-from jaxpipe.parallel.flags import is_trained, merge, select
-from jaxpipe.parallel.sharding import param_specs_of
-from jaxpipe.partition.leaf import ParamSpec
-from jaxpipe.pipeline import POLICIES
-from jaxpipe.pipeline.split import Cotangent, LayerSplit, inexact
-from jaxpipe.pipeline.traced_kind import TracedKind, embed_head_of
 from jaxpipe.planning.costs import LayerCosts, ModelCosts, Parameters, size_of
 from jaxpipe.planning.liveness import WorkingSet, working_set
 from jaxpipe.planning.model import model_of

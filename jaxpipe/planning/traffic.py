@@ -7,7 +7,7 @@ from jaxpipe.planning.costs import ITEMSIZE
 from jaxpipe.planning.stored import FLOAT32, StoredValues, stored_values
 
 if TYPE_CHECKING:
-    from jaxpipe.parallel import StageLayout
+    from jaxpipe.core.mesh import StageLayout
 
 
 def mirrored_bytes(config: Config, layout: "StageLayout") -> int:

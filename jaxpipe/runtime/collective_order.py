@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from jaxpipe.jax_internals import store_programs_if
+from jaxpipe.core.jax_internals import store_programs_if
 from jaxpipe.runtime.hlo import Instruction, parse_computations
 
 _COLLECTIVES = (

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import IO
 
 from jaxpipe.config import ConfigError, first_line, mask_secrets
+from jaxpipe.core.schedule import ScheduleError
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.exit_code import ExitCode
 from jaxpipe.runtime.storage_errors import passes
-from jaxpipe.schedule import ScheduleError
 
 
 def run(

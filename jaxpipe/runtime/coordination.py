@@ -49,7 +49,9 @@ class Service:
     """
 
     def __init__(self) -> None:
-        from jaxpipe.jax_internals import distributed_state  # commands import this file without jax
+        from jaxpipe.core.jax_internals import (
+            distributed_state,  # commands import this file without jax
+        )
 
         state = distributed_state()
         self.client, self.index, self.count = state.client, state.process_id, state.num_processes

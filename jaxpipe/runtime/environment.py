@@ -62,7 +62,7 @@ def use_cpu_devices(count: int) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {limit}".strip()
     import jax
 
-    from jaxpipe.jax_internals import give_collectives_channels
+    from jaxpipe.core.jax_internals import give_collectives_channels
     from jaxpipe.runtime.collective_order import store_loadable_programs
 
     give_collectives_channels()

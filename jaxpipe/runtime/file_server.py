@@ -148,7 +148,7 @@ def _copy(source: BinaryIO, target: BinaryIO, size: int) -> int:
 
 def host_for_others() -> str:
     """A name or number by which the other processes of the run reach this process's host."""
-    from jaxpipe.jax_internals import distributed_state
+    from jaxpipe.core.jax_internals import distributed_state
 
     state = distributed_state()
     if state.coordinator_address is None:

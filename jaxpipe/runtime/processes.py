@@ -251,7 +251,7 @@ def go_on_with(count: int, reason: str) -> bool:
         return True
     import jax
 
-    from jaxpipe.jax_internals import distributed_state
+    from jaxpipe.core.jax_internals import distributed_state
 
     index, address = _met[0].service.index, distributed_state().coordinator_address
     finish()

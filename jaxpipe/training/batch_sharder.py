@@ -11,10 +11,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.core.mesh import batch_spec, shard_batch
 from jaxpipe.data.balance import RowBalance
 from jaxpipe.model.ahead import ahead_keys, rows_ahead
 from jaxpipe.model.moe.balance import REAL
-from jaxpipe.parallel import batch_spec, shard_batch
 from jaxpipe.training.argument_checks import check_position
 from jaxpipe.training.batch_checks import SAMPLES, check_batch, dtype_of
 

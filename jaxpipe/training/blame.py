@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from jaxpipe.schedule.lost_time import ALL, LINK, LostTime, RankSeconds
+from jaxpipe.schedules.timing.lost_time import ALL, LINK, LostTime, RankSeconds
 
 _SHARE = 0.05  # of a step's time: what costs less is not named
 _STEPS = 20  # what lasts for no more steps is not named

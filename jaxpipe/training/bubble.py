@@ -12,12 +12,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpipe.pipeline import Pipeline
-from jaxpipe.pipeline.ticks import closing_tick
-from jaxpipe.schedule import simulate
-from jaxpipe.schedule.cells import Grid
-from jaxpipe.schedule.lower import build_grid
-from jaxpipe.schedule.recording import Event, ProfileError, RankTicks, match_ticks, rank_bubbles
+from jaxpipe.core.executor import Pipeline
+from jaxpipe.core.executor.ticks import closing_tick
+from jaxpipe.core.schedule import simulate
+from jaxpipe.core.schedule.cells import Grid
+from jaxpipe.core.schedule.lower import build_grid
+from jaxpipe.schedules.timing.recording import (
+    Event,
+    ProfileError,
+    RankTicks,
+    match_ticks,
+    rank_bubbles,
+)
 from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.recording import recording
 from jaxpipe.training.state import State

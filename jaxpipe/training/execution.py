@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
-from jaxpipe.pipeline import Execution
-from jaxpipe.pipeline.messages import MessagePrinter
+from jaxpipe.core.executor import Execution
+from jaxpipe.core.executor.messages import MessagePrinter
 from jaxpipe.planning import RunPlan
 
 

@@ -1,10 +1,11 @@
 """Several steps in one program (`train.fused_steps`), which overlap as far as the schedule allows.
 
 Every pipeline rank goes on with an unclipped update as soon as its own gradients are complete. The
-norm over all ranks is known a little later (`pipeline/updates.py`). A step that must be clipped, is
-not finite or has no target ends the overlap: its gradients get the update of a single step, and the
-steps after it overlap again, from their beginning. Such a step costs what its overlap with the next
-would have saved; no gradient of it is computed twice. The bits are those of single steps.
+norm over all ranks is known a little later (`core/executor/updates.py`). A step that must be
+clipped, is not finite or has no target ends the overlap: its gradients get the update of a single
+step, and the steps after it overlap again, from their beginning. Such a step costs what its overlap
+with the next would have saved; no gradient of it is computed twice. The bits are those of single
+steps.
 """
 
 from collections.abc import Iterator
@@ -19,10 +20,10 @@ from jax import lax
 
 from jaxpipe import optimizer as optimizers
 from jaxpipe.config import TrainConfig
-from jaxpipe.parallel.flags import choose
-from jaxpipe.pipeline import Pipeline
-from jaxpipe.pipeline.reference import StepOutput
-from jaxpipe.schedule import fuse_steps
+from jaxpipe.core.executor import Pipeline
+from jaxpipe.core.executor.reference import StepOutput
+from jaxpipe.core.mesh.flags import choose
+from jaxpipe.schedules import fuse_steps
 from jaxpipe.training.rates import step_metrics
 from jaxpipe.training.state import State
 from jaxpipe.training.step_guard import StepGuard

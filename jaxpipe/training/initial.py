@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, ParamSharding, Sharding, StageLayout
 from jaxpipe.model.family import Model
-from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding, Sharding, StageLayout
 from jaxpipe.runtime.program_store import ProgramStore
 
 Tree = Any

@@ -15,7 +15,7 @@ from jaxpipe.planning import (
     write_own,
 )
 from jaxpipe.runtime import processes
-from jaxpipe.schedule import find_family
+from jaxpipe.schedules import find_family
 from jaxpipe.training.op_timers import op_seconds
 from jaxpipe.training.step_timers import TransferTimer
 from jaxpipe.training.trainer import Trainer

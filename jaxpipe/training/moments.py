@@ -7,8 +7,8 @@ import jax
 import optax
 from jax import lax
 
-from jaxpipe.parallel import map_stage_stacked, stage_stacked_trees
-from jaxpipe.pipeline import buffers
+from jaxpipe.core.executor import buffers
+from jaxpipe.core.mesh import map_stage_stacked, stage_stacked_trees
 
 Tree = Any
 

@@ -17,20 +17,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpipe.contract import Context, StageFunctions
-from jaxpipe.parallel.flags import is_trained
-from jaxpipe.parallel.sharding import param_specs_of
-from jaxpipe.partition.leaf import ParamSpec
-from jaxpipe.pipeline import buffers
-from jaxpipe.pipeline.chunk import ActionInputs, BackwardOutputs, Chunk, ForwardOutputs
-from jaxpipe.pipeline.crossing import POLICIES, Policy
-from jaxpipe.pipeline.layer_slot import LayerRun
-from jaxpipe.pipeline.ring_buffers import RingBufferPlan, RingBuffers
-from jaxpipe.pipeline.split import Cotangent
-from jaxpipe.pipeline.stage import EmbedHeadFunction, add_gradients
-from jaxpipe.pipeline.traced_kind import TracedKind, embed_head_of, empty_aux, empty_statistics
+from jaxpipe.core.contract import Context, StageFunctions
+from jaxpipe.core.contract.parameter import ParamSpec
+from jaxpipe.core.executor import buffers
+from jaxpipe.core.executor.chunk import ActionInputs, BackwardOutputs, Chunk, ForwardOutputs
+from jaxpipe.core.executor.layer_slot import LayerRun
+from jaxpipe.core.executor.ring_buffers import RingBufferPlan, RingBuffers
+from jaxpipe.core.executor.stage import EmbedHeadFunction, add_gradients
+from jaxpipe.core.executor.traced_kind import TracedKind, embed_head_of, empty_aux, empty_statistics
+from jaxpipe.core.mesh.flags import is_trained
+from jaxpipe.core.mesh.sharding import param_specs_of
+from jaxpipe.core.schedule import Buffers, Op, TableRow
+from jaxpipe.core.split.crossing import POLICIES, Policy
+from jaxpipe.core.split.split import Cotangent
 from jaxpipe.planning.trace import rows_of
-from jaxpipe.schedule import Buffers, Op, TableRow
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any

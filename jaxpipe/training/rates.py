@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 
 from jaxpipe import optimizer as optimizers
 from jaxpipe.config import Config
+from jaxpipe.core.contract import Aux
+from jaxpipe.core.executor import divisor, total_count
 from jaxpipe.data.batches import DocumentLengths
-from jaxpipe.pipeline import Aux, divisor, total_count
 from jaxpipe.runtime.devices import memory_peak, peak_flops
 
 Report = Callable[[Aux], Mapping[str, jax.Array]]

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxpipe.contract import Context
+from jaxpipe.core.contract import Context
+from jaxpipe.core.contract.devices import ONE_DEVICE
+from jaxpipe.core.executor.stage import EmbedHeadFunction
+from jaxpipe.core.schedule import compute_layer_assignment
+from jaxpipe.flax_models import Stage
 from jaxpipe.model import FAMILIES, ModelConfig
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.parts import EmbedHeadParts, init_from
-from jaxpipe.partition.devices import ONE_DEVICE
-from jaxpipe.pipeline import Stage
-from jaxpipe.pipeline.stage import EmbedHeadFunction
-from jaxpipe.schedule import compute_layer_assignment
 
 Tree = Any
 

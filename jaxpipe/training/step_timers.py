@@ -10,10 +10,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from msgspec import structs
 
-from jaxpipe.contract import Aux
+from jaxpipe.core.contract import Aux
+from jaxpipe.core.mesh import PP
+from jaxpipe.core.mesh.flags import is_trained, select
 from jaxpipe.model.family import INT32_MAX
-from jaxpipe.parallel import PP
-from jaxpipe.parallel.flags import is_trained, select
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer

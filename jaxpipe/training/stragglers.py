@@ -3,8 +3,9 @@
 All processes take equally long for a step, because they wait for each other. Therefore each
 measures what only it adds: the time in which its devices have nothing to do since its own host has
 not dispatched the next step yet. With `log.bubble_every` the recorded steps add the time of every
-op (`schedule/lost_time.py`). Reports go through the coordination service, from a thread: process 0
-reads the reports of a window when the next window is over, so no process waits for another.
+op (`schedules/timing/lost_time.py`). Reports go through the coordination service, from a thread:
+process 0 reads the reports of a window when the next window is over, so no process waits for
+another.
 """
 
 import socket
@@ -21,8 +22,8 @@ import numpy as np
 
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.watchdog import place_of
-from jaxpipe.schedule.lost_time import MeasuredScan, RankSeconds
-from jaxpipe.schedule.recording import RankTicks
+from jaxpipe.schedules.timing.lost_time import MeasuredScan, RankSeconds
+from jaxpipe.schedules.timing.recording import RankTicks
 from jaxpipe.training.blame import Blame, Finding, StragglerWindow, find_op, find_process
 from jaxpipe.training.bubble import devices_by_replica, recorded_grid
 from jaxpipe.training.trainer import Trainer

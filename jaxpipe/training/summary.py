@@ -10,9 +10,10 @@ from rich.text import Text
 
 from jaxpipe.config import Config
 from jaxpipe.config.units import readable_bytes
-from jaxpipe.pipeline.buffers import HOST
+from jaxpipe.core.executor.buffers import HOST
+from jaxpipe.core.schedule import SimulationReport, Tables, simulate
 from jaxpipe.planning.advice import advise_on_in_flight
-from jaxpipe.schedule import SimulationReport, Tables, draw_timeline, simulate
+from jaxpipe.schedules import draw_timeline
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any

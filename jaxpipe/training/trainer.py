@@ -14,17 +14,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe import optimizer as optimizers
 from jaxpipe.config import Config
+from jaxpipe.core.contract import Aux
+from jaxpipe.core.executor import Execution, Pipeline
+from jaxpipe.core.executor.reference import StepOutput
+from jaxpipe.core.mesh import ReplicaFactors, Sharding, StageLayout, make_mesh, map_stage_stacked
+from jaxpipe.core.mesh.flags import choose
+from jaxpipe.core.schedule import Schedule
 from jaxpipe.model.family import Model
 from jaxpipe.model.moe.products import GroupedProduct
-from jaxpipe.parallel import ReplicaFactors, Sharding, StageLayout, make_mesh, map_stage_stacked
-from jaxpipe.parallel.flags import choose
-from jaxpipe.pipeline import Aux, Execution, Pipeline
-from jaxpipe.pipeline.reference import StepOutput
 from jaxpipe.planning import Devices, RunPlan, resolve
 from jaxpipe.planning.model import grouped_of, model_of
 from jaxpipe.runtime import compiler
 from jaxpipe.runtime.program_store import ProgramStore
-from jaxpipe.schedule import Schedule
 from jaxpipe.training import moments
 from jaxpipe.training.batch_sharder import BatchSharder
 from jaxpipe.training.execution import execution_of

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpipe.checkpoint.adapters import merging
 from jaxpipe.checkpoint.huggingface import convert_tensors
 from jaxpipe.checkpoint.naming import VARIABLES, list_parameters
-from jaxpipe.parallel import PP, REPLICA_AXES, TP, ParamSharding
+from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, ParamSharding
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxpipe.pipeline.reference import StepOutput
+from jaxpipe.core.executor.reference import StepOutput
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 

@@ -9,19 +9,19 @@ import jax
 from msgspec import structs
 
 from jaxpipe.config import Config, DataConfig, ParallelConfig
-from jaxpipe.contract import StageFunctions
+from jaxpipe.core.contract import StageFunctions
+from jaxpipe.core.executor import Execution, Pipeline
+from jaxpipe.core.executor.carry import Carry
+from jaxpipe.core.executor.chunk import Chunk
+from jaxpipe.core.executor.layer_slot import LayerRun
+from jaxpipe.core.executor.program import DeviceProgram
+from jaxpipe.core.executor.reference import StepOutput, step_ref
+from jaxpipe.core.executor.tick import DeviceWork
+from jaxpipe.core.schedule import Tables
 from jaxpipe.model.ahead import rows_ahead
 from jaxpipe.model.lora import with_fields
 from jaxpipe.model.moe.reference import one_hot
-from jaxpipe.pipeline import Execution, Pipeline
-from jaxpipe.pipeline.carry import Carry
-from jaxpipe.pipeline.chunk import Chunk
-from jaxpipe.pipeline.layer_slot import LayerRun
-from jaxpipe.pipeline.program import DeviceProgram
-from jaxpipe.pipeline.reference import StepOutput, step_ref
-from jaxpipe.pipeline.tick import DeviceWork
 from jaxpipe.planning import Devices, resolve
-from jaxpipe.schedule import Tables
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
 from jaxpipe.verification.observed import Observed

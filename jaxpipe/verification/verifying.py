@@ -15,7 +15,7 @@ from msgspec import structs
 
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.config import Config
-from jaxpipe.parallel import StageLayout
+from jaxpipe.core.mesh import StageLayout
 from jaxpipe.training.initial import full_parameters
 from jaxpipe.training.state import State
 from jaxpipe.verification.observed import (

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.config import Config
-from jaxpipe.contract import Context, LayerKind, LayerOutput, StageFunctions
-from jaxpipe.parallel import PP, REPLICA_AXES, TP
-from jaxpipe.partition.leaf import ParamSpec
+from jaxpipe.core.contract import Context, LayerKind, LayerOutput, StageFunctions
+from jaxpipe.core.contract.parameter import ParamSpec
+from jaxpipe.core.mesh import PP, REPLICA_AXES, TP
 
 Tree = Any
 ChangeInputs = Callable[[Tree, Context], tuple[Tree, Context]]

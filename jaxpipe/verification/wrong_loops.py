@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxpipe.pipeline.layer_slot import LayerRun, LayerSlot, OfSlot, Passed
+from jaxpipe.core.executor.layer_slot import LayerRun, LayerSlot, OfSlot, Passed
 
 Tree = Any
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxpipe.schedule import Tables
+from jaxpipe.core.schedule import Tables
 
 # The columns, and the ring buffer that each indexes; None: it holds microbatches.
 _BUFFERS = {

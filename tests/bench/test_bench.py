@@ -32,7 +32,7 @@ from jaxpipe.planning import (
     op_seconds,
 )
 from jaxpipe.planning.costs import costs_of
-from jaxpipe.schedule import ScheduleVariant
+from jaxpipe.schedules import ScheduleVariant
 from jaxpipe.training.op_timers import OpTimer
 from jaxpipe.training.step_timers import UpdateTimer
 from jaxpipe.training.trainer import Trainer

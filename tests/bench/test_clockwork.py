@@ -13,8 +13,8 @@ from jaxpipe.bench import sleeping
 from jaxpipe.bench.clockwork import ClockworkSteps, table
 from jaxpipe.bench.sleeping import SleepingStep
 from jaxpipe.bench.worker import BenchWorker
-from jaxpipe.parallel import make_mesh
-from jaxpipe.schedule import ScheduleVariant
+from jaxpipe.core.mesh import make_mesh
+from jaxpipe.schedules import ScheduleVariant
 
 F, B, W = 0.004, 0.002, 0.001
 RUN = ["clockwork", "--ranks", "2", "--seconds", "0.004", "0.002", "0.001", "--steps", "1"]

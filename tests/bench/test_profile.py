@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from jaxpipe import profile
-from jaxpipe.schedule import Lockstep, Op, build
-from jaxpipe.schedule.cells import place
-from jaxpipe.schedule.recording import (
+from jaxpipe.core.schedule import Lockstep, Op
+from jaxpipe.core.schedule.cells import place
+from jaxpipe.schedules import build
+from jaxpipe.schedules.timing.recording import (
     Event,
     ProfileError,
     match_ticks,

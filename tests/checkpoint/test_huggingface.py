@@ -34,8 +34,8 @@ from jaxpipe.checkpoint.huggingface import (
     training_settings,
 )
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
+from jaxpipe.core.mesh import Sharding, StageLayout, make_mesh
 from jaxpipe.model.llama.decoder import LlamaDecoder
-from jaxpipe.parallel import Sharding, StageLayout, make_mesh
 
 TOKENS = np.random.default_rng(1).integers(0, 32, (2, 9))
 

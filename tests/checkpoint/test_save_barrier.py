@@ -77,7 +77,7 @@ processes.join()
 import jax
 import numpy as np
 from jaxpipe.checkpoint import CheckpointStore, StateKeying, handler
-from jaxpipe.parallel import Sharding, StageLayout, make_mesh
+from jaxpipe.core.mesh import Sharding, StageLayout, make_mesh
 
 asynchronous, failing = sys.argv[2] == "background", [int(sys.argv[3])]
 write = handler.write_checksums

@@ -9,8 +9,8 @@ import pytest
 from resolving import resolved
 
 from jaxpipe.config import Config, ConfigError, SourceConfig, load
+from jaxpipe.core.schedule import ScheduleError
 from jaxpipe.model import FAMILIES
-from jaxpipe.schedule import ScheduleError
 
 FILE = """
 [model]

@@ -10,9 +10,10 @@ from commands import SMALL
 from jaxpipe import train
 from jaxpipe.config import Config, ConfigError, load
 from jaxpipe.config.foreign import ROWS, SECTIONS, meaning, table
+from jaxpipe.core.schedule import ScheduleError
 from jaxpipe.model import FAMILIES
 from jaxpipe.planning.checks import check_settings
-from jaxpipe.schedule import ScheduleError, find_family
+from jaxpipe.schedules import find_family
 
 PAGE = Path(__file__).parents[2] / "jaxpipe" / "config" / "README.md"
 # A configuration as torchtitan's llama3_8b.toml has it.

@@ -15,12 +15,12 @@ from layout import write
 from meshes import problem, rows_of
 
 from jaxpipe.config import DataConfig, SourceConfig, load
+from jaxpipe.core.executor.reference import losses_and_gradients_ref
 from jaxpipe.data import balance as balancing
 from jaxpipe.data.balance import BalancedOrder, RowBalance, divide, separate_copies
 from jaxpipe.data.batches import DataSplit, training_order
 from jaxpipe.data.packing import pack_documents
 from jaxpipe.data.sources import RunData, open_data
-from jaxpipe.pipeline.reference import losses_and_gradients_ref
 
 
 class Numbered:

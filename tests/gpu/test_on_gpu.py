@@ -14,7 +14,10 @@ from oracles.fp8 import emulated
 from jaxpipe import config as configs
 from jaxpipe.bench import train
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
-from jaxpipe.contract import Context
+from jaxpipe.core.contract import Context
+from jaxpipe.core.contract.devices import ONE_DEVICE
+from jaxpipe.core.contract.sequence import FULL_SEQUENCE
+from jaxpipe.core.executor.reference import losses_and_gradients_ref
 from jaxpipe.model.attention import CachedKeys, CausalAttention
 from jaxpipe.model.blocks import KeyRange, PlainBlocks
 from jaxpipe.model.fp8 import E4M3, E5M2, Fp8
@@ -23,9 +26,6 @@ from jaxpipe.model.grouped_fp8 import GroupedFp8
 from jaxpipe.model.moe.products import multiply_by_kernel
 from jaxpipe.model.packed import RowDocuments
 from jaxpipe.model.ring import RingLayout, ring_attention
-from jaxpipe.partition.devices import ONE_DEVICE
-from jaxpipe.partition.sequence import FULL_SEQUENCE
-from jaxpipe.pipeline.reference import losses_and_gradients_ref
 from jaxpipe.runtime import compiler
 from jaxpipe.training.trainer import Trainer
 

@@ -199,7 +199,9 @@ VALUES = """
 def test_the_largest_arrays_at_the_peak_and_who_made_them(tmp_path):
     found = (
         Temporary(96, "bf16[48]", "wide", "jaxpipe/model/rope.py:8"),
-        Temporary(64, "f32[16]", "zeros", "jaxpipe/pipeline/buffers.py:22"),  # carried as state.5
+        Temporary(
+            64, "f32[16]", "zeros", "jaxpipe/core/executor/buffers.py:22"
+        ),  # carried as state.5
     )
     assert read_temporaries(tmp_path) == ()
     for name, text in (

@@ -8,11 +8,11 @@ from compare import assert_same
 from oracles.fp8 import emulated
 
 from jaxpipe.config import Config, ConfigError, LoraConfig, ParallelConfig, TrainConfig
-from jaxpipe.contract import Aux, Context
+from jaxpipe.core.contract import Aux, Context
+from jaxpipe.core.contract.devices import ONE_DEVICE
 from jaxpipe.model.fp8 import E4M3, E5M2, PLAIN, Fp8, compute_scale
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.lora import Adapter, LoraDot
-from jaxpipe.partition.devices import ONE_DEVICE
 from jaxpipe.planning import Devices, resolve
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.fp8_checks import check_fp8

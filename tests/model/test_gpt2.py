@@ -15,9 +15,9 @@ from resolving import resolved
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError, ParallelConfig
-from jaxpipe.contract import Context
+from jaxpipe.core.contract import Context
+from jaxpipe.core.schedule import Lockstep
 from jaxpipe.planning.costs import costs_of
-from jaxpipe.schedule import Lockstep
 from jaxpipe.train import main as train
 
 SHARED = Lockstep(vocab_parallel=True)

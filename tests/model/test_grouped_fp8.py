@@ -9,14 +9,14 @@ import pytest
 from compare import assert_same
 from flax import nnx
 
-from jaxpipe.contract import Context
+from jaxpipe.core.contract import Context
+from jaxpipe.core.contract.devices import ONE_DEVICE
+from jaxpipe.core.contract.experts import ALL_EXPERTS
 from jaxpipe.model.fp8 import E4M3, E5M2, Fp8, round_to_fp8
 from jaxpipe.model.grouped_fp8 import TILE, GroupedFp8, multiply_ref
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.moe.experts import PRODUCTS, DroplessDispatch, Experts
 from jaxpipe.model.parts import Dot, init_from
-from jaxpipe.partition.devices import ONE_DEVICE
-from jaxpipe.partition.experts import ALL_EXPERTS
 
 ROWS = 5 * TILE  # of which the groups have 4 tiles
 SIZES = 3 * TILE, 0, TILE

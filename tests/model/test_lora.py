@@ -9,12 +9,9 @@ import pytest
 from compare import assert_same, assert_within, relative
 from draws import draw
 
-from jaxpipe.model import FAMILIES
-from jaxpipe.model.deepseek.config import DeepseekConfig
-from jaxpipe.model.gpt2.config import GPT2Config
-from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.lora import Adapter, Adapters, LoraDecoder, merge_adapter
-from jaxpipe.parallel import (
+from jaxpipe.core.contract.devices import ONE_DEVICE
+from jaxpipe.core.executor import Execution, Pipeline, losses_and_gradients_ref
+from jaxpipe.core.mesh import (
     ContextParallel,
     ExpertParallel,
     ReplicaFactors,
@@ -24,9 +21,13 @@ from jaxpipe.parallel import (
     make_mesh,
     shard_batch,
 )
-from jaxpipe.partition.devices import ONE_DEVICE
-from jaxpipe.pipeline import Execution, Pipeline, losses_and_gradients_ref
-from jaxpipe.schedule import Lockstep, build
+from jaxpipe.core.schedule import Lockstep
+from jaxpipe.model import FAMILIES
+from jaxpipe.model.deepseek.config import DeepseekConfig
+from jaxpipe.model.gpt2.config import GPT2Config
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.lora import Adapter, Adapters, LoraDecoder, merge_adapter
+from jaxpipe.schedules import build
 
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}
 SPARSE = {

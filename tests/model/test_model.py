@@ -10,7 +10,8 @@ import pytest
 from compare import assert_within, relative
 from msgspec.structs import replace
 
-from jaxpipe.contract import Context
+from jaxpipe.core.contract import Context
+from jaxpipe.core.contract.devices import ONE_DEVICE
 from jaxpipe.model import FAMILIES, PRESETS
 from jaxpipe.model.gemma3.config import Gemma3Config
 from jaxpipe.model.llama.config import LlamaConfig
@@ -18,7 +19,6 @@ from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.model.llama.layers import LlamaAttention
 from jaxpipe.model.loss import IGNORE, chunked_cross_entropy_sum, count_valid, cross_entropy_sum
 from jaxpipe.model.rope.rotate import rotary
-from jaxpipe.partition.devices import ONE_DEVICE
 
 SMALL = LlamaConfig(
     n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=48, vocab_size=50

@@ -13,7 +13,12 @@ from mixtures import MODELS, SIZES, problem
 from msgspec import structs
 
 from jaxpipe.config import Config, ParallelConfig, TrainConfig
-from jaxpipe.contract import Aux, Context
+from jaxpipe.core.contract import Aux, Context
+from jaxpipe.core.contract.devices import ONE_DEVICE
+from jaxpipe.core.contract.experts import ALL_EXPERTS
+from jaxpipe.core.contract.sequence import FULL_SEQUENCE
+from jaxpipe.core.split import POLICIES
+from jaxpipe.core.split.split import Cotangent, split_layer
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.model.moe.balance import Balance
@@ -26,11 +31,6 @@ from jaxpipe.model.moe.dispatch import (
 )
 from jaxpipe.model.moe.products import multiply_by_kernel
 from jaxpipe.model.moe.router import Routes, choose
-from jaxpipe.partition.devices import ONE_DEVICE
-from jaxpipe.partition.experts import ALL_EXPERTS
-from jaxpipe.partition.sequence import FULL_SEQUENCE
-from jaxpipe.pipeline import POLICIES
-from jaxpipe.pipeline.split import Cotangent, split_layer
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.trace import product_flops
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from test_blocks import HALVES, L, around, made, operands, reference
 
-from jaxpipe.parallel import ContextParallel, ReplicaFactors, make_mesh
+from jaxpipe.core.mesh import ContextParallel, ReplicaFactors, make_mesh
 
 AXES = PartitionSpec(("rp", "dp", "ep"))
 # Devices of a sequence, devices that exchange heads, all replicas, and the factors of the replicas.

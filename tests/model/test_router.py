@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from mixtures import SIZES
 
+from jaxpipe.core.contract.devices import ONE_DEVICE
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.moe.router import Router
 from jaxpipe.model.parts import LayerParts, init_from
-from jaxpipe.partition.devices import ONE_DEVICE
 
 EXPERTS = 8
 LOGITS = np.array(

@@ -13,8 +13,8 @@ from compare import assert_same
 from mixtures import LENGTH, MODELS, held, padded, pipeline_of, problem
 from oracles import plain_mixture
 
-from jaxpipe.parallel import shard_batch
-from jaxpipe.pipeline import step_ref
+from jaxpipe.core.executor import step_ref
+from jaxpipe.core.mesh import shard_batch
 
 IGNORE = plain_mixture.IGNORE
 CONFIG = MODELS["qwen"]

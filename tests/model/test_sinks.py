@@ -9,11 +9,11 @@ from oracles import fused, ragged
 from oracles.attention import attention_ref
 
 from jaxpipe.config import ConfigError, from_builtins
+from jaxpipe.core.contract.sequence import FULL_SEQUENCE
 from jaxpipe.model import PRESETS
 from jaxpipe.model.attention import CachedKeys, CausalAttention
 from jaxpipe.model.blocks import KeyBlock, KeyRange, QueryBlock
 from jaxpipe.model.packed import RowDocuments
-from jaxpipe.partition.sequence import FULL_SEQUENCE
 from jaxpipe.planning.checks import check_settings
 
 B, L, H, G, K = 2, 16, 4, 2, 8

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxpipe.core.contract.devices import ONE_DEVICE
+from jaxpipe.core.mesh import TP, TensorParallel
 from jaxpipe.model.loss import IGNORE, ScoreOptions, score_targets
-from jaxpipe.parallel import TP, TensorParallel
-from jaxpipe.partition.devices import ONE_DEVICE
 
 VOCABULARY, K, T = 11, 4, 0.7  # of two devices the second has a logit of padding
 

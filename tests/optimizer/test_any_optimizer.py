@@ -13,8 +13,8 @@ from commands import SMALL
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
+from jaxpipe.core.executor.reference import step_ref
 from jaxpipe.optimizer import learning_rate
-from jaxpipe.pipeline.reference import step_ref
 from jaxpipe.training.trainer import Trainer
 
 STEPS, MICROBATCHES, EXAMPLES, LENGTH = 5, 2, 6, 8

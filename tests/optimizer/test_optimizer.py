@@ -14,6 +14,7 @@ from meshes import MODELS
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import OptimizerConfig, load
+from jaxpipe.core.mesh import Sharding, make_mesh
 from jaxpipe.model.families import FAMILIES
 from jaxpipe.optimizer import (
     KINDS,
@@ -24,7 +25,6 @@ from jaxpipe.optimizer import (
     groups,
     learning_rate,
 )
-from jaxpipe.parallel import Sharding, make_mesh
 from jaxpipe.training.batch_sharder import random_batch
 from jaxpipe.training.trainer import Trainer
 

@@ -19,10 +19,10 @@ hidden width of the MLP, L tokens of a sequence.
 
 from dataclasses import dataclass
 
+from jaxpipe.core.contract.parameter import TP, ParamSpec
+from jaxpipe.core.contract.sequence import query_blocks
 from jaxpipe.model.blocks import count_halvings
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.partition.leaf import TP, ParamSpec
-from jaxpipe.partition.sequence import query_blocks
 from oracles.flops import OpFlops
 
 REMAT = ("none", "selective", "full")

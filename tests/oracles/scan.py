@@ -8,8 +8,8 @@ import heapq
 from collections import defaultdict
 from itertools import pairwise
 
-from jaxpipe.schedule import Op, lower
-from jaxpipe.schedule.cells import place
+from jaxpipe.core.schedule import Op, lower
+from jaxpipe.core.schedule.cells import place
 
 
 def scan_time(schedule, costs, lockstep):

@@ -9,7 +9,7 @@ import pytest
 import transformers_records as records
 from updates import STEPS
 
-from jaxpipe.parallel import ContextParallel
+from jaxpipe.core.mesh import ContextParallel
 from jaxpipe.planning import Devices
 
 DENSE = ("llama", "qwen3", "gpt2")

@@ -13,11 +13,12 @@ from training_runs import train_on_random_tokens
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
+from jaxpipe.core.schedule import Placement, ScheduleError, assign_layers
 from jaxpipe.planning import Hardware, arrange
 from jaxpipe.planning.balance import layer_seconds
 from jaxpipe.planning.costs import costs_of
-from jaxpipe.schedule import Placement, ScheduleError, assign_layers, balance_layers
-from jaxpipe.schedule.balance import shorter_and_shorter
+from jaxpipe.schedules import balance_layers
+from jaxpipe.schedules.search.balance import shorter_and_shorter
 from jaxpipe.training.trainer import Trainer
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -13,6 +13,7 @@ from legal import QUICK
 from signature import signature
 
 from jaxpipe import config as configs
+from jaxpipe.core.schedule import Lockstep, ScheduleError, write_schedule
 from jaxpipe.plan import main
 from jaxpipe.planning import (
     Devices,
@@ -26,7 +27,7 @@ from jaxpipe.planning import (
 )
 from jaxpipe.planning.helpers import begin, helpers
 from jaxpipe.planning.traffic import mirrored_bytes
-from jaxpipe.schedule import Lockstep, ScheduleError, ScheduleVariant, build, write_schedule
+from jaxpipe.schedules import ScheduleVariant, build
 from jaxpipe.training.trainer import Trainer
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
@@ -104,7 +105,7 @@ def test_a_process_begins_without_a_search_for_cycles():
         assert not gc.isenabled()
     finally:
         gc.enable()
-    assert "jaxpipe.pipeline" in sys.modules
+    assert "jaxpipe.core.executor" in sys.modules
 
 
 def test_a_search_for_the_scan_knows_the_ticks_of_a_transfer():

@@ -22,9 +22,10 @@ from oracles.decoder import (
 from oracles.flops import OpFlops
 
 from jaxpipe.config import Config, DataConfig, ParallelConfig, TrainConfig
+from jaxpipe.core.contract import Context
+from jaxpipe.core.split import POLICIES, split_layer
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import LlamaDecoder
-from jaxpipe.pipeline import POLICIES, Context, split_layer
 from jaxpipe.planning.costs import costs_of
 
 ROOT = Path(__file__).parents[2]

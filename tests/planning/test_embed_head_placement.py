@@ -14,7 +14,7 @@ from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.plan import main
 from jaxpipe.planning import Devices, Hardware, analytic, arrange, estimates, op_seconds, write_own
-from jaxpipe.schedule import FAMILIES
+from jaxpipe.schedules import FAMILIES
 from jaxpipe.training.trainer import Trainer
 
 # A vocabulary that costs as much as many layers: sharing it pays by far.

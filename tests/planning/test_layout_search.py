@@ -10,6 +10,9 @@ from commands import SMALL
 from msgspec import structs
 
 from jaxpipe import config as configs
+from jaxpipe.core.schedule import Costs, lower
+from jaxpipe.core.schedule.lockstep import Lockstep
+from jaxpipe.core.schedule.scan import scan_time
 from jaxpipe.plan import main
 from jaxpipe.planning import Hardware, estimate
 from jaxpipe.planning.bounds import ScheduleFacts, least_residuals, least_seconds
@@ -18,9 +21,7 @@ from jaxpipe.planning.memory import layout_of, rank_bytes
 from jaxpipe.planning.resolve import arrange, resolve
 from jaxpipe.planning.search_table import time_parts
 from jaxpipe.planning.space import SearchSpace
-from jaxpipe.schedule import Costs, build, lower
-from jaxpipe.schedule.lockstep import Lockstep
-from jaxpipe.schedule.scan import scan_time
+from jaxpipe.schedules import build
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ONE_SHAPE = ("train.microbatch_size=1", "train.remat=none", "train.offload_layers=0")

@@ -8,12 +8,13 @@ from resolving import resolved
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
+from jaxpipe.core.schedule import MemoryCosts, Op, ScheduleError, peak_memory
 from jaxpipe.plan import main
 from jaxpipe.planning import arrange, rank_bytes
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.limits import activation_limit_of
 from jaxpipe.runtime.devices import DEVICES
-from jaxpipe.schedule import FAMILIES, MemoryCosts, Op, ScheduleError, build, peak_memory
+from jaxpipe.schedules import FAMILIES, build
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 SEVENTY = Path(__file__).parents[2] / "configs" / "llama3_70b_plan.toml"

@@ -7,8 +7,8 @@ import pytest
 from commands import SMALL
 
 from jaxpipe import config as configs
+from jaxpipe.core.mesh import stage_stacked_trees
 from jaxpipe.optimizer import KINDS
-from jaxpipe.parallel import stage_stacked_trees
 from jaxpipe.planning import rank_bytes
 from jaxpipe.training.trainer import Trainer
 

@@ -7,11 +7,11 @@ import pytest
 from browser import colours_of, embedded, opened, references
 
 from jaxpipe import config as configs
+from jaxpipe.core.schedule import peak_memory
 from jaxpipe.plan import main
 from jaxpipe.planning import Hardware, analytic, estimates
 from jaxpipe.planning.limits import stage_memory
 from jaxpipe.planning.page import write_page
-from jaxpipe.schedule import peak_memory
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 SIZES = ["parallel.pp=2", "parallel.dp=1", "train.grad_accum_steps=4", "parallel.transfer_ticks=1"]

@@ -11,13 +11,15 @@ from oracles.decoder import hidden_bytes, layer_bytes, state_bytes
 
 from jaxpipe import config as configs
 from jaxpipe.config.units import parse_bytes
-from jaxpipe.pipeline import POLICIES, Context, split_layer
-from jaxpipe.pipeline.stage import EmbedHeadFunction
+from jaxpipe.core.contract import Context
+from jaxpipe.core.executor.stage import EmbedHeadFunction
+from jaxpipe.core.schedule import Lockstep, MemoryCosts, lower, peak_memory
+from jaxpipe.core.split import POLICIES, split_layer
 from jaxpipe.plan import main
 from jaxpipe.planning import Hardware, advise, analytic, arrange, estimate, estimates
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.memory import ring_bytes
-from jaxpipe.schedule import BUILDERS, Lockstep, MemoryCosts, lower, peak_memory
+from jaxpipe.schedules import BUILDERS
 from jaxpipe.training.trainer import Trainer
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"

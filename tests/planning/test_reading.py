@@ -8,7 +8,7 @@ import pytest
 from resolving import resolved
 
 from jaxpipe import config as configs
-from jaxpipe.contract import Aux, LayerOutput
+from jaxpipe.core.contract import Aux, LayerOutput
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.planning.costs import costs_of

@@ -13,9 +13,9 @@ from commands import SMALL
 
 from jaxpipe import train
 from jaxpipe.config import ConfigError
+from jaxpipe.core.schedule import ScheduleError
 from jaxpipe.runtime import command, processes
 from jaxpipe.runtime.exit_code import ExitCode
-from jaxpipe.schedule import ScheduleError
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,7 +6,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
-from jaxpipe.parallel import Sharding, StageLayout, make_mesh
+from jaxpipe.core.mesh import Sharding, StageLayout, make_mesh
 
 
 def layer(index, width=6):

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxpipe.parallel import make_mesh
-from jaxpipe.pipeline import Execution, from_flax
+from jaxpipe.core.executor import Execution
+from jaxpipe.core.mesh import make_mesh
+from jaxpipe.flax_models import from_flax
 
 VOCAB, WIDTH, LENGTH, HEADS = 12, 8, 5, 2
 loss_terms = optax.softmax_cross_entropy_with_integer_labels

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
 from jaxpipe.checkpoint.serving import ServingFiles
 from jaxpipe.checkpoint.streaming import StoredCheckpoint
-from jaxpipe.contract import Context
+from jaxpipe.core.contract import Context
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.llama.config import LlamaConfig
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxpipe.schedule import Action, Op
+from jaxpipe.core.schedule import Action, Op
 
 
 class Rank:

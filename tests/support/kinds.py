@@ -11,8 +11,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from toy import TOY, WIDTH, place_of
 
-from jaxpipe.contract import Aux, LayerKind, LayerOutput, StageFunctions
-from jaxpipe.partition.leaf import EP, ParamSpec
+from jaxpipe.core.contract import Aux, LayerKind, LayerOutput, StageFunctions
+from jaxpipe.core.contract.parameter import EP, ParamSpec
 
 CHOICES, EXPERTS = 3, 4
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import jax
 
-from jaxpipe.partition.leaf import ParamSpec
+from jaxpipe.core.contract.parameter import ParamSpec
 
 
 @jax.custom_vjp

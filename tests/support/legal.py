@@ -1,6 +1,6 @@
 """A schedule of any family near any sizes, built quickly: the search itself is not tested."""
 
-from jaxpipe.schedule import FAMILIES, build
+from jaxpipe.schedules import FAMILIES, build
 
 QUICK = 20_000  # steps that a search simulates; the default is many times as many
 

@@ -9,6 +9,20 @@ import msgspec
 import numpy as np
 from draws import draw
 
+from jaxpipe.core.contract.devices import ONE_DEVICE
+from jaxpipe.core.contract.sequence import FULL_SEQUENCE
+from jaxpipe.core.executor import Execution, Pipeline, losses_and_gradients_ref
+from jaxpipe.core.mesh import (
+    ContextParallel,
+    ExpertParallel,
+    ReplicaFactors,
+    StageLayout,
+    TensorParallel,
+    VocabularyParallel,
+    make_mesh,
+    shard_batch,
+)
+from jaxpipe.core.schedule.lockstep import PLAIN
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.ahead import rows_ahead
 from jaxpipe.model.deepseek.config import DeepseekConfig
@@ -19,21 +33,7 @@ from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama4.config import Llama4Config
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.moe.balance import REAL
-from jaxpipe.parallel import (
-    ContextParallel,
-    ExpertParallel,
-    ReplicaFactors,
-    StageLayout,
-    TensorParallel,
-    VocabularyParallel,
-    make_mesh,
-    shard_batch,
-)
-from jaxpipe.partition.devices import ONE_DEVICE
-from jaxpipe.partition.sequence import FULL_SEQUENCE
-from jaxpipe.pipeline import Execution, Pipeline, losses_and_gradients_ref
-from jaxpipe.schedule import build
-from jaxpipe.schedule.lockstep import PLAIN
+from jaxpipe.schedules import build
 
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}
 # Of the kinds local, local, global, local, so two stages of two layers differ.

@@ -11,14 +11,13 @@ import msgspec
 import numpy as np
 from jax import lax
 
-from jaxpipe.contract import Aux
-from jaxpipe.model import FAMILIES
-from jaxpipe.model.ahead import rows_ahead
-from jaxpipe.model.deepseek.config import DeepseekConfig
-from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.loss import IGNORE
-from jaxpipe.model.moe.reference import OneHot
-from jaxpipe.parallel import (
+from jaxpipe.core.contract import Aux
+from jaxpipe.core.contract.devices import ONE_DEVICE
+from jaxpipe.core.contract.experts import ALL_EXPERTS
+from jaxpipe.core.contract.sequence import FULL_SEQUENCE
+from jaxpipe.core.executor import Execution, Pipeline, step_ref
+from jaxpipe.core.executor.reference import StepOutput
+from jaxpipe.core.mesh import (
     REPLICA_AXES,
     ContextParallel,
     ExpertParallel,
@@ -27,12 +26,13 @@ from jaxpipe.parallel import (
     make_mesh,
     shard_batch,
 )
-from jaxpipe.partition.devices import ONE_DEVICE
-from jaxpipe.partition.experts import ALL_EXPERTS
-from jaxpipe.partition.sequence import FULL_SEQUENCE
-from jaxpipe.pipeline import Execution, Pipeline, step_ref
-from jaxpipe.pipeline.reference import StepOutput
-from jaxpipe.schedule import build
+from jaxpipe.model import FAMILIES
+from jaxpipe.model.ahead import rows_ahead
+from jaxpipe.model.deepseek.config import DeepseekConfig
+from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.loss import IGNORE
+from jaxpipe.model.moe.reference import OneHot
+from jaxpipe.schedules import build
 
 SIZES = {
     "n_layers": 4, "d_model": 16, "n_heads": 2, "n_kv_heads": 2, "d_ff": 24, "vocab_size": 40,

@@ -6,10 +6,10 @@ import jax
 from legal import near
 from toy import TOY, toy_batch, toy_params
 
-from jaxpipe.parallel import StageLayout, make_mesh
-from jaxpipe.pipeline import Execution, Pipeline
-from jaxpipe.schedule import Op
-from jaxpipe.schedule.lockstep import PLAIN
+from jaxpipe.core.executor import Execution, Pipeline
+from jaxpipe.core.mesh import StageLayout, make_mesh
+from jaxpipe.core.schedule import Op
+from jaxpipe.core.schedule.lockstep import PLAIN
 
 LAYERS_EACH = 2  # layers of each stage
 

@@ -16,8 +16,8 @@ from toy import LENGTH, init_toy, toy_batch
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.config import LogConfig, RunConfig
-from jaxpipe.parallel import ReplicaFactors, make_mesh
-from jaxpipe.pipeline import StageFunctions
+from jaxpipe.core.contract import StageFunctions
+from jaxpipe.core.mesh import ReplicaFactors, make_mesh
 from jaxpipe.training.loggers import open_loggers
 from jaxpipe.training.loop import TrainLoop
 from jaxpipe.training.metrics import MetricsLog

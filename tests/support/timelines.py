@@ -7,7 +7,8 @@ schedule, up to `<!-- end -->`; the word `ticks` adds a line that numbers the ti
 import re
 from pathlib import Path
 
-from jaxpipe.schedule import Lockstep, build, draw_timeline, fuse_steps
+from jaxpipe.core.schedule import Lockstep
+from jaxpipe.schedules import build, draw_timeline, fuse_steps
 
 ROOT = Path(__file__).parents[2]
 _LOCKSTEP = ("in_flight", "transfer_ticks")  # options of the timeline; the others are the builder's

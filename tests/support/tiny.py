@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.contract import LayerKind, LayerOutput, StageFunctions
+from jaxpipe.core.contract import LayerKind, LayerOutput, StageFunctions
 from jaxpipe.model.family import ModelConfig, ModelFamily, Positive
 from jaxpipe.model.loss import count_valid, cross_entropy_sum
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.pipeline import LayerKind, LayerOutput, StageFunctions
+from jaxpipe.core.contract import LayerKind, LayerOutput, StageFunctions
 
 IGNORE = -100
 VOCAB, WIDTH, LENGTH = 11, 8, 6

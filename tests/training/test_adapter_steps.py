@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxpipe import config as configs
-from jaxpipe import schedule as schedules
+from jaxpipe import schedules
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.verification.observed import compare
 from jaxpipe.verification.verifying import Verification

@@ -11,7 +11,7 @@ from commands import SMALL, losses
 from jaxpipe import config as configs
 from jaxpipe import train
 from jaxpipe.config import ConfigError
-from jaxpipe.parallel import make_mesh
+from jaxpipe.core.mesh import make_mesh
 from jaxpipe.training.batch_sharder import BatchSharder, random_batch
 
 

@@ -6,7 +6,7 @@ from commands import SMALL, metrics
 from jaxpipe import config as configs
 from jaxpipe import train
 from jaxpipe.planning import Devices, Hardware, analytic, arrange, estimate
-from jaxpipe.schedule.recording import ProfileError
+from jaxpipe.schedules.timing.recording import ProfileError
 from jaxpipe.training import bubble
 
 HOW = ["parallel.schedule=zb_h1", "parallel.pp=2", "parallel.dp=4", "train.eval_every=0"]

@@ -16,7 +16,7 @@ from test_spikes import printing, until
 from jaxpipe import config as configs
 from jaxpipe import train
 from jaxpipe.config import ConfigError
-from jaxpipe.pipeline import program
+from jaxpipe.core.executor import program
 from jaxpipe.planning.checks import check_settings
 from jaxpipe.runtime.exit_code import ExitCode
 from jaxpipe.training import corruption

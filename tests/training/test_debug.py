@@ -11,12 +11,13 @@ import pytest
 from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.config import ConfigError, load
-from jaxpipe.contract import Context
-from jaxpipe.parallel import make_mesh
-from jaxpipe.pipeline import Execution, Pipeline
-from jaxpipe.pipeline.messages import MessagePrinter
+from jaxpipe.core.contract import Context
+from jaxpipe.core.executor import Execution, Pipeline
+from jaxpipe.core.executor.messages import MessagePrinter
+from jaxpipe.core.mesh import make_mesh
+from jaxpipe.core.schedule import Lockstep
 from jaxpipe.planning.checks import check_settings
-from jaxpipe.schedule import Lockstep, build
+from jaxpipe.schedules import build
 from jaxpipe.training.batch_sharder import random_batch
 from jaxpipe.training.trainer import Trainer
 

@@ -13,6 +13,8 @@ from draws import draw
 from routed import restored, run
 
 from jaxpipe import config as configs
+from jaxpipe.core.executor import Execution, Pipeline, step_ref
+from jaxpipe.core.mesh import ExpertParallel, ReplicaFactors, TensorParallel, make_mesh
 from jaxpipe.model.ahead import rows_ahead
 from jaxpipe.model.deepseek.config import DeepseekConfig
 from jaxpipe.model.deepseek.decoder import DeepseekDecoder
@@ -23,9 +25,7 @@ from jaxpipe.model.grouped_fp8 import GroupedFp8
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.decoder import LlamaDecoder
 from jaxpipe.model.lora import Adapters, LoraDecoder
-from jaxpipe.parallel import ExpertParallel, ReplicaFactors, TensorParallel, make_mesh
-from jaxpipe.pipeline import Execution, Pipeline, step_ref
-from jaxpipe.schedule import build
+from jaxpipe.schedules import build
 from jaxpipe.training.trainer import Trainer
 
 LAYERS, MICROBATCHES, LENGTH = 4, 4, 16

@@ -11,10 +11,10 @@ from tiny import TINY, Tiny
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
+from jaxpipe.core.contract.parameter import ParamSpec
+from jaxpipe.core.mesh import PP
+from jaxpipe.core.mesh.flags import is_trained, select
 from jaxpipe.model import FAMILIES
-from jaxpipe.parallel import PP
-from jaxpipe.parallel.flags import is_trained, select
-from jaxpipe.partition.leaf import ParamSpec
 from jaxpipe.planning.costs import costs_of
 from jaxpipe.planning.memory import rank_bytes
 from jaxpipe.training.fused import FusedSteps

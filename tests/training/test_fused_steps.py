@@ -17,9 +17,11 @@ from routed import batch_at
 from toy import LENGTH, NOT_FINITE, TOY, init_toy, toy_params
 
 from jaxpipe import config as configs
-from jaxpipe.parallel import PP, make_mesh
-from jaxpipe.pipeline import Execution, Pipeline, StageFunctions, updates
-from jaxpipe.schedule import Lockstep, build, fuse_steps
+from jaxpipe.core.contract import StageFunctions
+from jaxpipe.core.executor import Execution, Pipeline, updates
+from jaxpipe.core.mesh import PP, make_mesh
+from jaxpipe.core.schedule import Lockstep
+from jaxpipe.schedules import build, fuse_steps
 from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.trainer import Trainer
 

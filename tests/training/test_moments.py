@@ -16,9 +16,9 @@ from routed import restored, run, trainer_of
 from jaxpipe import config as configs
 from jaxpipe import optimizer as optimizers
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
-from jaxpipe.jax_internals import used_inputs
-from jaxpipe.parallel import is_stage_stacked, stage_stacked_trees
-from jaxpipe.parallel.flags import is_trained, select
+from jaxpipe.core.jax_internals import used_inputs
+from jaxpipe.core.mesh import is_stage_stacked, stage_stacked_trees
+from jaxpipe.core.mesh.flags import is_trained, select
 from jaxpipe.planning import Devices, arrange
 from jaxpipe.planning.memory import rank_bytes
 from jaxpipe.training.moments import fetched, returned, update_in_turn

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxpipe import config as configs
-from jaxpipe import schedule as schedules
+from jaxpipe import schedules
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.preference import DpoLoss
 from jaxpipe.planning.checks import check_settings

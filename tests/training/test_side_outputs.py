@@ -17,7 +17,8 @@ from toy import LENGTH
 
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.config import load
-from jaxpipe.pipeline import Aux, step_ref
+from jaxpipe.core.contract import Aux
+from jaxpipe.core.executor import step_ref
 from jaxpipe.training.trainer import Trainer
 
 ALONE = ("parallel.pp=1", "parallel.dp=1")

@@ -11,9 +11,9 @@ from toy import NOT_FINITE, TOY, toy_batch, toy_params
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
-from jaxpipe.parallel import make_mesh
-from jaxpipe.pipeline import Pipeline
-from jaxpipe.schedule import build
+from jaxpipe.core.executor import Pipeline
+from jaxpipe.core.mesh import make_mesh
+from jaxpipe.schedules import build
 from jaxpipe.training import step_guard
 from jaxpipe.training.trainer import Trainer
 

@@ -6,17 +6,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxpipe.core.executor import step_ref
+from jaxpipe.core.mesh import make_mesh
+from jaxpipe.core.schedule import compute_layer_assignment
+from jaxpipe.flax_models import Stage, build_pipeline_schedule, build_pipeline_stage
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.gpt2.config import GPT2Config
 from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.parallel import make_mesh
-from jaxpipe.pipeline import (
-    Stage,
-    build_pipeline_schedule,
-    build_pipeline_stage,
-    compute_layer_assignment,
-    step_ref,
-)
 from jaxpipe.training.stage_module import build_stage_module
 
 SIZES = {"n_layers": 4, "d_model": 8, "vocab_size": 16, "n_heads": 2, "d_ff": 16}

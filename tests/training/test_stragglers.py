@@ -14,7 +14,7 @@ from commands import SMALL, metrics
 from several import ends, start_all
 from slow import SPAN, slow_process
 
-from jaxpipe.schedule.lost_time import LINK, LostTime
+from jaxpipe.schedules.timing.lost_time import LINK, LostTime
 from jaxpipe.training.blame import Blame, Finding, StragglerWindow, find_op, find_process
 
 SCRIPT = Path(__file__).parent / "slow.py"

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from jaxpipe import config as configs
 from jaxpipe.config.units import readable_bytes
+from jaxpipe.core.schedule import Lockstep, lower
 from jaxpipe.planning import Devices, arrange, rank_bytes
 from jaxpipe.planning.advice import advise_on_in_flight
 from jaxpipe.planning.checks import check_settings
-from jaxpipe.schedule import Lockstep, lower
 from jaxpipe.training import summary as summary_module
 from jaxpipe.training.summary import summary
 from jaxpipe.training.trainer import Trainer

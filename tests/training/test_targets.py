@@ -15,7 +15,7 @@ from rich.console import Console
 from routed import batches, restored, run, trainer_of
 
 from jaxpipe import config as configs
-from jaxpipe.contract import Context
+from jaxpipe.core.contract import Context
 from jaxpipe.data.batches import DataSplit, heldout_order
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.training import step_guard

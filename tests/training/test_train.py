@@ -14,7 +14,7 @@ from commands import SMALL, complete, metrics, start, train_command
 from jaxpipe import train
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.config import load
-from jaxpipe.pipeline import Aux
+from jaxpipe.core.contract import Aux
 from jaxpipe.training.trainer import Trainer
 
 OTHER = {  # layouts of the same global batch

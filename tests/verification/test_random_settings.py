@@ -14,8 +14,9 @@ import tomli_w
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
+from jaxpipe.core.schedule import ScheduleError
 from jaxpipe.planning.checks import check_settings
-from jaxpipe.schedule import NAMES, ScheduleError
+from jaxpipe.schedules import NAMES
 from jaxpipe.verification.observed import Deviation
 from jaxpipe.verification.shrinking import shrink
 from jaxpipe.verification.verifying import Verification

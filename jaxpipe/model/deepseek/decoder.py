@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.contract import Aux, Context, LayerOutput, StageFunctions
-from jaxpipe.contract.layer import EMBED_HEAD
+from jaxpipe.core.contract import Aux, Context, LayerOutput, StageFunctions
+from jaxpipe.core.contract.layer import EMBED_HEAD
 from jaxpipe.model.ahead import ahead_keys
 from jaxpipe.model.deepseek.attention import LatentAttention
 from jaxpipe.model.deepseek.config import PREDICTION, DeepseekConfig

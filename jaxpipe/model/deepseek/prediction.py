@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.contract import Aux, Context, LayerOutput
+from jaxpipe.core.contract import Aux, Context, LayerOutput
 from jaxpipe.model.deepseek.attention import LatentAttention
 from jaxpipe.model.deepseek.config import DeepseekConfig
 from jaxpipe.model.llama.layers import LlamaLayer

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpipe.contract import Context, LayerOutput
+from jaxpipe.core.contract import Context, LayerOutput
 from jaxpipe.model.attention import append_cache
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.gpt2.config import GPT2Config

@@ -5,9 +5,9 @@ from typing import ClassVar, Self
 
 from msgspec.structs import replace
 
+from jaxpipe.core.contract.sequence import FullSequence
 from jaxpipe.model.family import Count, Positive
 from jaxpipe.model.rope.config import RotaryConfig
-from jaxpipe.partition.sequence import FullSequence
 
 LOCAL = "local_"  # prefix of the kinds of layers that attend within the window, if others do not
 

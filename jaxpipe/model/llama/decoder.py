@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpipe.contract import Context, LayerOutput, Names, Rounds, StageFunctions
+from jaxpipe.core.contract import Context, LayerOutput, Names, Rounds, StageFunctions
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.llama.config import LlamaConfig
 from jaxpipe.model.llama.layers import LlamaEmbedHead, LlamaLayer

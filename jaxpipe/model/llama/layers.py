@@ -15,7 +15,8 @@ from dataclasses import replace
 import jax
 from flax import nnx
 
-from jaxpipe.contract import Aux, Context, LayerOutput
+from jaxpipe.core.contract import Aux, Context, LayerOutput
+from jaxpipe.core.contract.parameter import ParamSpec
 from jaxpipe.model.attention import CachedKeys, append_cache
 from jaxpipe.model.gated import gated
 from jaxpipe.model.llama.config import LlamaConfig
@@ -34,7 +35,6 @@ from jaxpipe.model.parts import (
 )
 from jaxpipe.model.rope.config import RotaryConfig
 from jaxpipe.model.rope.rotate import rotary
-from jaxpipe.partition.leaf import ParamSpec
 
 
 class LlamaAttention(nnx.Module):

@@ -14,11 +14,11 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpipe.contract import Aux, Context
+from jaxpipe.core.contract import Aux, Context
+from jaxpipe.core.contract.devices import OneDevice
+from jaxpipe.core.contract.sequence import FullSequence
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.moe.router import Routes
-from jaxpipe.partition.devices import OneDevice
-from jaxpipe.partition.sequence import FullSequence
 
 ROUTES = "routes"  # batch key of a recorded choice of experts
 REAL = "real"  # batch key that is 1 at tokens and 0 at padding, for rows without `segments`

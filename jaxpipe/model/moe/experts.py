@@ -16,7 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpipe.contract import Names, Rounds, pairing_point
+from jaxpipe.core.contract import Names, Rounds, pairing_point
+from jaxpipe.core.contract.devices import OneDevice
+from jaxpipe.core.contract.experts import AllExperts
+from jaxpipe.core.contract.parameter import EP, TP, ParamSpec
 from jaxpipe.model.gated import gated
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.moe.dispatch import (
@@ -28,9 +31,6 @@ from jaxpipe.model.moe.dispatch import (
 )
 from jaxpipe.model.moe.products import Product
 from jaxpipe.model.parts import Dot, Init
-from jaxpipe.partition.devices import OneDevice
-from jaxpipe.partition.experts import AllExperts
-from jaxpipe.partition.leaf import EP, TP, ParamSpec
 
 # From vectors of each expert, `[E, X]`, those of each row's own expert, in the dtype of the rows.
 Select = Callable[[jax.Array], jax.Array]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.contract import Aux, Context
+from jaxpipe.core.contract import Aux, Context
 from jaxpipe.model.moe.balance import LOADS, ROUTES, Balance, real_tokens
 from jaxpipe.model.moe.config import MixtureConfig
 from jaxpipe.model.moe.dispatch import SLOTS

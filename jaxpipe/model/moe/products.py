@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpipe.contract.layer import PRODUCT
+from jaxpipe.core.contract.layer import PRODUCT
 from jaxpipe.model.fused import is_replacing_kernels
 from jaxpipe.model.grouped_fp8 import TILE, GroupedFp8
 from jaxpipe.model.moe.config import MixtureConfig

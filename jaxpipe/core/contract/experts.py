@@ -1,0 +1,30 @@
+"""Expert parallelism as a model sees it: how tokens reach experts on other devices.
+
+Neighbouring replicas may hold an equal shard of the experts of every sparse layer, and send each
+token to the devices that hold its experts (Lepikhin et al. 2020, "GShard"). This module has the
+case of a device that holds all experts; `jaxpipe.core.mesh.ExpertParallel` is the case of several.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class AllExperts:
+    """A device that holds all experts of its layers, so that it sends nothing.
+
+    Attributes:
+      size: number of devices that share the experts.
+      room: rows that a device can send to each of the `size` devices, as a multiple of the mean
+        load; 0: the worst case, so that nothing overflows.
+    """
+
+    size: int = 1
+    room: float = 0.0
+
+    def exchange(self, rows: Any) -> Any:
+        """All-to-all of `[size, ...]`: block i goes to device i; results are in device order."""
+        return rows
+
+
+ALL_EXPERTS = AllExperts()

@@ -1,0 +1,277 @@
+"""F, B, W and BW of one chunk, as loops over its layers."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpipe.core.contract import Aux, Context
+from jaxpipe.core.executor.embed_head import Mean
+from jaxpipe.core.executor.layer_slot import LayerRun, LayerSlot
+from jaxpipe.core.executor.ring_buffers import GradientInputs, RingBuffers
+from jaxpipe.core.executor.traced_kind import add_aux, elementwise_max, embed_head_of
+from jaxpipe.core.schedule import Op, TableRow
+from jaxpipe.core.split.ports import Cotangent
+
+Tree = Any
+Kept = Callable[[LayerSlot, RingBuffers], GradientInputs]
+
+
+class ActionInputs(NamedTuple):
+    """Inputs of an action that do not come from ring buffers.
+
+    Attributes:
+      row: the row of the tables.
+      rows: the batch rows of the action's microbatch.
+      variables: the model's variables.
+      means: how auxiliary losses become means, by layer kind and name.
+      embed_head: parameters of embedding and head as layers read them; None: no layer does.
+    """
+
+    row: TableRow
+    rows: Tree
+    variables: Tree
+    means: Mapping[str, Mapping[str, Mean]]
+    embed_head: Tree = None
+
+    def context(self, slot: LayerSlot, state: Tree) -> Context:
+        """Return the context of the layer in a slot."""
+        embed_head = embed_head_of(slot.kind.kind, self.embed_head)
+        return Context(self.rows, slot.index, state, self.variables, embed_head)
+
+
+class ForwardOutputs(NamedTuple):
+    """Outputs of F.
+
+    Attributes:
+      y: output activation; between layers, and as the input of F, the current activation.
+      rings: the ring buffers that F writes, by ring group.
+      aux: sums, maxima and per-example values so far.
+      loss: share of the auxiliary losses of the layers in their means; None: they have none.
+      next_params: between runs, the parameters of the next layer if gathered ahead.
+    """
+
+    y: jax.Array
+    rings: tuple[RingBuffers, ...]
+    aux: Aux
+    loss: jax.Array | None
+    next_params: Tree = None
+
+
+class BackwardOutputs(NamedTuple):
+    """Outputs of a gradient action.
+
+    Attributes:
+      dx: gradient at the input (W passes it through); as the input of B or BW, dy.
+      rings: the ring buffers that the action writes, by ring group.
+      grad_sums: gradient accumulators, by run.
+      statistics: elementwise maxima, by name of the statistics variable.
+      read_sums: gradient accumulators of embedding and head; None: no layer of the chunk reads
+        them.
+      next_params: as in `ForwardOutputs`.
+      next_start: between runs, a zero without which the next run reads no residuals; None: it
+        waits for nothing.
+    """
+
+    dx: jax.Array
+    rings: tuple[RingBuffers, ...]
+    grad_sums: tuple[Tree, ...]
+    statistics: Mapping[str, jax.Array] = {}
+    read_sums: Tree = None
+    next_params: Tree = None
+    next_start: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The layers of one of the stages that a pipeline rank computes, in runs."""
+
+    runs: tuple[LayerRun, ...]
+
+    @property
+    def reads_embed_head(self) -> bool:
+        """Whether a layer reads the parameters of embedding and head."""
+        return any(run.kind.kind.reads for run in self.runs)
+
+    @property
+    def hooks(self) -> list[Callable[..., Any] | None]:
+        """`LayerKind.pair` of the layers of every run, in the order of F."""
+        return [run.kind.kind.pair for run in self.runs]
+
+    def forward(self, given: ActionInputs, before: ForwardOutputs) -> ForwardOutputs:
+        """Run F of the chunk on `before.y`, which is x."""
+        return run_in_order(self.forward_runs(given), before)
+
+    def forward_runs(self, given: ActionInputs) -> list[Callable[[ForwardOutputs], ForwardOutputs]]:
+        """Return F of every run as a function of the outputs of the run before it."""
+        around = zip((None, *self.runs), self.runs, (*self.runs[1:], None))
+        return [partial(_run_forward, given, *runs) for runs in around]
+
+    def gradient(
+        self, op: Op, given: ActionInputs, before: BackwardOutputs, kept: Kept,
+        *, in_turn: bool = False,
+    ) -> BackwardOutputs:  # fmt: skip
+        """Run B, W or BW on `before.dx`, which is dy; other arguments as in `gradient_runs`."""
+        return run_in_order(self.gradient_runs(op, given, kept, in_turn=in_turn), before)
+
+    def last_gradient(
+        self, op: Op, given: ActionInputs, before: BackwardOutputs, kept: Kept, runs: jax.Array
+    ) -> BackwardOutputs:
+        """Run the step's last gradient action of the chunk and reduce its gradient sums.
+
+        Every pipeline rank computes it, and its results count only where the flag `runs` is set.
+        The gradient sums of a run are reduced as soon as the next run in backward order is
+        finished, and no later computation depends on them, so the reduction overlaps with compute.
+        """
+        made, last = before, len(self.runs) - 1
+        for done, run in enumerate(self.gradient_runs(op, given, kept, in_turn=True, counts=runs)):
+            place, made = last - done, run(made)
+            if done:
+                totals = list(made.grad_sums)
+                totals[place + 1] = self.runs[place + 1].reduce(totals[place + 1])
+                made = made._replace(grad_sums=tuple(totals))
+        first, *others = made.grad_sums
+        observed = jax.tree.map(partial(jnp.where, runs), made.statistics, before.statistics)
+        return made._replace(grad_sums=(self.runs[0].reduce(first), *others), statistics=observed)
+
+    def reduce(self, totals: tuple[Tree, ...]) -> tuple[Tree, ...]:
+        """Reduce the gradient sums of all layers over replicas to this device's shards."""
+        return tuple(run.reduce(total) for run, total in zip(self.runs, totals))
+
+    def gradient_runs(
+        self, op: Op, given: ActionInputs, kept: Kept,
+        *, in_turn: bool = False, counts: jax.Array | None = None,
+    ) -> list[Callable[[BackwardOutputs], BackwardOutputs]]:  # fmt: skip
+        """Return B, W or BW of every run as functions, from the last run to the first.
+
+        Only BW gathers parameters one layer ahead: W reads few of them, and in B XLA schedules the
+        gathers as well without.
+
+        Args:
+          op: B, W or BW.
+          given: inputs of the action.
+          kept: returns the inputs that a layer reads from ring buffers, given its slot and the ring
+            buffers of its ring group that the op writes, in their current state.
+          in_turn: read the residuals of a run once its dy is known, or, if the layers have
+            collectives, once the run before it starts, beside which XLA hides them; in BW, finish W
+            of a run before B of the next but one starts. Otherwise XLA on GPU may first recompute
+            all layers, or move every W to the end, and what that computes stays live (a third of
+            the memory for 20 layers of a 13B model, tp=4, full remat). Residuals on the host are
+            read without waiting, so that copies overlap.
+          counts: as in `LayerSlot.add_gradients`.
+        """
+        last = len(self.runs) - 1
+
+        def run(place: int, run: LayerRun, before: BackwardOutputs) -> BackwardOutputs:
+            def layer(slot: LayerSlot, params: Tree, *passed: Any) -> tuple[Any, ...]:
+                if before.next_start is not None:
+                    slot = replace(slot, place=slot.place + before.next_start)
+                return _layer_gradient(
+                    op, slot, params, given, kept(slot, passed[-1]), passed, counts
+                )
+
+            after = self.runs[place - 1].end(backward=True) if place else None
+            dy, rings, totals = before.dx, list(before.rings), list(before.grad_sums)
+            next_waits = in_turn and place and not self.runs[place - 1].on_host
+            early, start = run.kind.split.has_collectives, None
+            if next_waits and early:
+                dy, start = lax.optimization_barrier((dy, jnp.int32(0)))
+            read = embed_head_of(run.kind.kind, before.read_sums)
+            passed = dy, totals[place], read, before.statistics, rings[run.ring]
+            made, whole = run.over_layers(
+                layer, passed, before.next_params, after, backward=True, prefetch=op is Op.BW
+            )
+            dy, totals[place], read, observed, rings[run.ring] = made
+            if next_waits and not early:
+                dy, start = lax.optimization_barrier((dy, jnp.int32(0)))
+            read = before.read_sums if read is None else read
+            if in_turn and op is Op.BW and place < last:
+                of_next = embed_head_of(self.runs[place + 1].kind.kind, read)
+                tied = lax.optimization_barrier((dy, totals[place + 1], of_next))
+                dy, totals[place + 1], of_next = tied
+                read = read if of_next is None else of_next
+            return BackwardOutputs(dy, tuple(rings), tuple(totals), observed, read, whole, start)
+
+        return [partial(run, place, of) for place, of in reversed(list(enumerate(self.runs)))]
+
+
+def run_in_order(runs: Iterable[Callable[[Any], Any]], before: Any) -> Any:
+    """Run functions in order, each on the output of the one before; return the last output."""
+    return reduce(lambda made, run: run(made), runs, before)
+
+
+def _run_forward(
+    given: ActionInputs,
+    earlier: LayerRun | None,
+    run: LayerRun,
+    later: LayerRun | None,
+    before: ForwardOutputs,
+) -> ForwardOutputs:
+    """Run F of a run of layers; `earlier` and `later` are its neighbours in the chunk, if any."""
+
+    def layer(
+        slot: LayerSlot, params: Tree, x: jax.Array, ring: RingBuffers, aux: Aux, loss: Any
+    ) -> tuple[jax.Array, RingBuffers, Aux, Any]:
+        plan = slot.kind.rings
+        context = given.context(slot, plan.state_before(ring, given.row, slot.place))
+        output, kept = slot.kind.forward(params, x, context)
+        for name, total in output.aux.loss_sums.items():
+            loss += (total * given.means[slot.kind.name][name].share).astype(loss.dtype)
+        ring = plan.write_forward(ring, kept, output.state, given.row, slot.place)
+        return output.y, ring, add_aux(aux, output.aux, given.row.forward_mb), loss
+
+    x, rings, aux, loss, gathered = before
+    rings, after = list(rings), later and later.end(backward=False)
+    # The gather of a layer must end with the layer before it: otherwise XLA delays some into the
+    # layer itself. BW has enough matmuls to hide them, and would wait for tp collectives.
+    made, whole = run.over_layers(
+        layer, (x, rings[run.ring], aux, loss), gathered, after, prefetch=True, in_time=True
+    )
+    x, rings[run.ring], aux, loss = made
+    if earlier is not None and earlier.on_host:
+        # The device-to-host copy of the earlier layer's residuals overlaps with this run and must
+        # end with it.
+        x, rings[earlier.ring] = lax.optimization_barrier((x, rings[earlier.ring]))
+    return ForwardOutputs(x, tuple(rings), aux, loss, whole)
+
+
+def _layer_gradient(
+    op: Op, slot: LayerSlot, params: Tree, given: ActionInputs, kept: GradientInputs,
+    before: tuple[jax.Array, Tree, Tree, Tree, RingBuffers], counts: jax.Array | None,
+) -> tuple[jax.Array, Tree, Tree, Tree, RingBuffers]:  # fmt: skip
+    """Run B, W or BW of one layer on its gathered `params`.
+
+    Takes (in `before`) dy, gradient sums of the run and of embedding and head (None unless it
+    reads them), statistics and ring buffers, and returns dx and the others updated.
+    """
+    dy, total, read, observed, ring = before
+    if op is Op.B and slot.kind.rings.shares_stash:
+        # B reads and writes the same ring buffer. Unless all reads come first, XLA copies it.
+        kept, ring = lax.optimization_barrier((kept, ring))
+    split = slot.kind.split
+    context, losses = given.context(slot, kept.state), split.output.aux.loss_sums
+    dlosses = {
+        name: given.means[slot.kind.name][name].seed.astype(like.dtype)
+        for name, like in losses.items()
+    }
+    if op is Op.W:
+        gradients = split.backward_weight(
+            params, context, kept.residuals.for_w, kept.stash, dlosses
+        )
+        return dy, *slot.add_gradients(total, read, gradients, counts), observed, ring
+    at_output, stash = Cotangent(dy, kept.dstate, dlosses), ()
+    if op is Op.BW:
+        dx, gradients = split.backward(params, context, kept.residuals, at_output)
+    else:
+        dx, gradients, stash = split.backward_input(params, context, kept.residuals, at_output)
+    ring = slot.kind.rings.write_backward(ring, stash, dx.state, given.row, slot.place)
+    return (
+        dx.value,
+        *slot.add_gradients(total, read, gradients, counts),
+        elementwise_max(observed, dx.statistics),
+        ring,
+    )

@@ -1,0 +1,82 @@
+"""Checks that model, schedule, mesh, parameters and batch of a `Pipeline` fit each other."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxpipe.core.executor.execution import Execution
+from jaxpipe.core.mesh import PP, REPLICA_AXES
+from jaxpipe.core.schedule import Schedule
+
+if TYPE_CHECKING:
+    from jaxpipe.core.executor.executor import Pipeline
+
+Tree = Any
+
+
+def check_fit(pipeline: "Pipeline", params: Tree, batch: Tree) -> None:
+    """Raise `ValueError` where stage-stacked params or a batch `[M, B, ...]` cannot be run."""
+    schedule, functions, mesh = pipeline.schedule, pipeline.functions, pipeline.mesh
+    if (schedule.slices > 1) != functions.has_slices:
+        raise ValueError(
+            f"{schedule.name} has slices={schedule.slices}: the functions need a state if, and "
+            f"only if, there is more than one."
+        )
+    if schedule.pp != mesh.shape[PP]:
+        raise ValueError(
+            f"the schedule has {schedule.pp} ranks but the mesh has pp={mesh.shape[PP]}."
+        )
+    counts, slots = pipeline.layers_per_stage, len(params["layers"])
+    stages, chunks = schedule.stages, schedule.placement.stored_chunks
+    fits = slots % chunks == 0 if counts is None else len(counts) == stages
+    if not fits or len(pipeline.layout(slots).runs) != slots:
+        raise ValueError(
+            f"layers_per_stage={counts and list(counts)} with {slots} layer slots a rank: "
+            f"{schedule.name} has {stages} stages, {chunks} a rank, so it needs {stages} "
+            f"counts, and for every chunk as many slots as its longest stage has layers."
+        )
+    how = pipeline.execution
+    if how.unroll_layers is not None and (how.offload_layers or pipeline.tables.pairs):
+        raise ValueError(
+            f"unroll_layers={how.unroll_layers} with offload_layers={how.offload_layers} and "
+            f"{len(pipeline.tables.pairs)} pairs of actions: a loop over layers is for neither; "
+            f"leave unroll_layers None."
+        )
+    _check_batch(pipeline, batch)
+
+
+def _check_batch(pipeline: "Pipeline", batch: Tree) -> None:
+    microbatches, reads = pipeline.schedule.microbatches, pipeline.functions.batch_keys
+    unknown = [name for name in batch if reads is not None and name not in reads]
+    if unknown:
+        raise ValueError(
+            f"the batch has a leaf {unknown[0]!r} that the model does not read: leave it out; "
+            f"it reads {', '.join(reads)}."
+        )
+    dp = math.prod(pipeline.mesh.shape[axis] for axis in REPLICA_AXES)
+    for leaf in jax.tree.leaves(batch):
+        shape = np.shape(leaf)
+        if len(shape) < 2 or shape[0] != microbatches or shape[1] % dp:
+            raise ValueError(
+                f"a batch leaf has shape {shape}: it needs [M, B, ...] with the "
+                f"schedule's M={microbatches} and B a multiple of dp={dp}."
+            )
+
+
+def check_overlapping_steps(schedule: Schedule, how: Execution) -> None:
+    """Raise `ValueError` for options that steps that overlap (`updates.py`) do not support."""
+    lockstep = how.lockstep
+    if lockstep.vocab_parallel or how.reshard_after_forward or schedule.slices > 1:
+        raise ValueError(
+            f"{schedule.name} with updates={schedule.updates}: steps overlap only where ranks "
+            f"have full embeddings, heads, layers and sequences, but "
+            f"vocab_parallel={lockstep.vocab_parallel}, "
+            f"reshard_after_forward={how.reshard_after_forward}, slices={schedule.slices}."
+        )
+    if how.divides_at_end:
+        raise ValueError(
+            f"{schedule.name} with updates={schedule.updates}: steps that overlap have no loss "
+            f"scale, which compute_dtype=float16 needs: use bfloat16, or run steps in turn."
+        )

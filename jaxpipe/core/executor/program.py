@@ -1,0 +1,214 @@
+"""The program of one device: from its parameter shards and batch shard to its gradient shards."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpipe.core.contract import Aux, Context, StageFunctions
+from jaxpipe.core.executor.carry import Carry
+from jaxpipe.core.executor.embed_head import (
+    EmbedHead,
+    EndStageEmbedHead,
+    Mean,
+    StepData,
+    VocabParallelEmbedHead,
+)
+from jaxpipe.core.executor.execution import Execution
+from jaxpipe.core.executor.fingerprint import fingerprint
+from jaxpipe.core.executor.parameters import DeviceParameters
+from jaxpipe.core.executor.reference import StepOutput, divisor, total_count
+from jaxpipe.core.executor.stage import EmbedHeadFunction
+from jaxpipe.core.executor.tick import DeviceWork
+from jaxpipe.core.executor.ticks import closing_tick, run_ticks
+from jaxpipe.core.executor.traced_kind import TracedKind
+from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, StageLayout
+from jaxpipe.core.mesh.flags import is_trained
+from jaxpipe.core.mesh.layer_runs import LayerRuns
+from jaxpipe.core.schedule import TableRow, Tables
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class DeviceProgram:
+    """The step as one device runs it inside the `shard_map`: local shapes, mesh axes bound.
+
+    Attributes:
+      functions: the model.
+      tables: the lowered schedule.
+      execution: execution options.
+      layout: which layer is in which layer slot.
+      shardings: `ParamSharding` of every parameter.
+      steps: number of steps in a schedule with updates (`updates.py`); 0: one step, no update.
+    """
+
+    functions: StageFunctions
+    tables: Tables
+    execution: Execution
+    layout: StageLayout
+    shardings: Tree
+    steps: int = 0
+
+    def __call__(
+        self, params: Tree, batch: Tree, unsharded: tuple[Tree, jax.Array | None], columns: TableRow
+    ) -> StepOutput:
+        """Run the step; `unsharded` are variables and loss scale, or None."""
+        own = DeviceParameters.gather(
+            params, self.shardings, self.execution, for_layers=self._reads_embed_head
+        )
+        work, carry = self.start(own, batch, *unsharded)
+        step, closing = work.step, closing_tick(self.tables, self.execution)
+        columns = jax.tree.map(lambda column: column[:, 0], columns)
+        carry = run_ticks(work, carry, columns, closing)
+        every = (PP, *REPLICA_AXES)
+        losses, aux_losses = lax.psum((carry.losses, carry.aux_losses), every)
+        rows = {name: lax.psum(value, PP) for name, value in carry.aux.per_example.items()}
+        aux = reduce_aux(aux_of(carry), every)._replace(per_example=rows)
+        outputs = jax.tree.map(lambda own: lax.psum(own, PP), carry.outputs)
+        if not self.tables.has_gradients:
+            return StepOutput(losses, None, aux, outputs, step.counts, aux_losses)
+        sums = carry.embed_head_gradients, carry.layer_gradients, carry.read_gradients
+        marks = fingerprint(sums).reshape((1,) * 5) if self.execution.fingerprints else None
+        gradients = own.gradients(*sums, reduced=closing is not None)
+        if step.unscale is not None:
+            gradients = jax.tree.map(lambda gradient: gradient * step.unscale, gradients)
+        return StepOutput(losses, gradients, aux, outputs, step.counts, aux_losses, marks)
+
+    @cached_property
+    def runs(self) -> LayerRuns:
+        """The runs of a pipeline rank, and its ring groups."""
+        trains = self.tables.has_gradients
+        return LayerRuns.of(self.layout, self.execution.offload_layers if trains else 0)
+
+    @property
+    def _reads_embed_head(self) -> bool:
+        return any(kind.reads for kind in self.functions.kinds_by_name.values())
+
+    def start(
+        self, own: DeviceParameters, batch: Tree, variables: Tree, loss_scale: jax.Array | None
+    ) -> tuple[DeviceWork, Carry]:
+        """Return the work of every tick and the carry of the first."""
+        rows = jax.eval_shape(lambda batch: jax.tree.map(lambda a: a[0], batch), batch)
+        x = jax.eval_shape(self.functions.embed, own.embed_head, rows)
+        kinds, counts = self._kinds(own, x, rows, variables)
+        step = self._step_data(own, x, rows, batch, variables, loss_scale, counts)
+        mirrored = self.layout.placement.mirrored_from is not None
+        chunks = own.chunks(self.layout, self.runs, kinds, mirrored=mirrored)
+        work = DeviceWork(self._embed_head(step, x, rows), chunks, kinds)
+        return work, work.first_carry(x, rows, own.gradient_shapes(chunks))
+
+    def _kinds(
+        self, own: DeviceParameters, x: Any, rows: Tree, variables: Tree
+    ) -> tuple[tuple[TracedKind, ...], dict[str, Callable[[Tree], Tree]]]:
+        """Trace the layer kind of every ring group at this device's shapes.
+
+        The second value counts the terms of the auxiliary losses of the kinds that have some.
+        """
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        context = Context(rows, index, None, variables, own.embed_head_of_layers)
+        trained = is_trained(self.shardings["embed_head"])
+        policy = self.execution.policy if self.tables.has_gradients else None
+        functions, slots = self.functions.kinds_by_name, self.layout.slot_kinds
+        runs = {slots[run.start]: (i, len(run)) for i, run in enumerate(self.layout.runs)}
+
+        @cache
+        def traced(name: str) -> TracedKind:
+            layer = own.layer_shapes(*runs[name])
+            return TracedKind.trace(name, functions[name], layer, x, context, policy, trained)
+
+        @cache
+        def with_rings(name: str, layers: int, on_host: bool) -> TracedKind:
+            return traced(name).with_rings(self.tables, layers, on_host=on_host)
+
+        kinds = tuple(with_rings(*group) for group in self.runs.groups)
+        counts = {
+            kind.name: kind.loss_counts(own.layer_shapes(*runs[kind.name]), x, context)
+            for kind in {kind.name: kind for kind in kinds}.values()
+            if kind.output.aux.losses
+        }
+        return kinds, counts
+
+    def _step_data(
+        self, own: DeviceParameters, x: Any, rows: Tree, batch: Tree, variables: Tree,
+        loss_scale: jax.Array | None, loss_counts: Mapping[str, Callable[[Tree], Tree]],
+    ) -> StepData:  # fmt: skip
+        loss = jax.eval_shape(self.functions.head, own.embed_head, x, rows)
+        names = self.functions.losses
+        if loss.shape != (() if len(names) == 1 else (len(names),)):
+            raise ValueError(
+                f"the head returns losses of shape {loss.shape}, but `losses` names "
+                f"{', '.join(names)}: return a scalar for one name, else an array of as many."
+            )
+        counts = self._counts(self.functions.count, batch)
+        share = self._share(counts, loss.dtype)
+        aux = {name: self._counts(count, batch) for name, count in loss_counts.items()}
+        aux = jax.tree.map(lambda counts: self._share(counts, loss.dtype), aux)
+        factor, head_seed, unscale = 1, share, None
+        if loss_scale is not None:
+            factor, unscale = loss_scale.astype(share.dtype), 1 / loss_scale
+            head_seed = share * factor
+        elif self.execution.divides_at_end:
+            # Gradients of the unnormalised loss stay in float16's range; `unscale` divides them
+            # by the number of the head's terms at the end of the step.
+            factor = divisor(self._total(counts, loss.dtype))
+            head_seed, unscale = jnp.ones_like(factor), 1 / factor
+        return StepData(
+            tables=self.tables,
+            execution=self.execution,
+            embed_head=own.embed_head,
+            embed_head_of_layers=own.embed_head_of_layers,
+            batch=batch,
+            variables=variables,
+            head=Mean(share, head_seed),
+            aux=jax.tree.map(lambda share: Mean(share, share * factor), aux),
+            counts=counts,
+            unscale=unscale,
+        )
+
+    def _counts(self, count: Callable[[Tree], Tree], batch: Tree) -> Tree:
+        """Apply a count, or several, to every microbatch and sum it over replicas: `[M]` each."""
+        return lax.psum(jax.vmap(count)(batch), REPLICA_AXES)
+
+    def _total(self, counts: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Return the total of counts `[M]`, a scalar, or `[N]` for a schedule of N steps."""
+        return total_count(counts.reshape(self.steps, -1) if self.steps else counts, dtype)
+
+    def _share(self, counts: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Return one over the total of counts; 0 where the total is 0."""
+        total = self._total(counts, dtype)
+        return jnp.where(total > 0, 1 / divisor(total), 0)
+
+    def _embed_head(self, step: StepData, x: Any, rows: Tree) -> EmbedHead:
+        """Trace embedding and head at the shapes of `x` and `rows`."""
+        functions, shared = self.functions, step.embed_head
+        trained = is_trained(self.shardings["embed_head"])
+        head = EmbedHeadFunction.trace(functions.head, trained, shared, x, rows)
+        return (
+            VocabParallelEmbedHead if self.tables.lockstep.vocab_parallel else EndStageEmbedHead
+        )(
+            embed=EmbedHeadFunction.trace(functions.embed, trained, shared, rows),
+            head=head,
+            outputs=functions.outputs,
+            split=head.split(shared, x, rows) if self.tables.has_gradients else None,
+            step=step,
+        )
+
+
+def aux_of(carry: Carry) -> Aux:
+    """Return the sums and maxima of this device's layers; those of statistics variables over tp."""
+    statistics = {name: lax.pmax(value, TP) for name, value in carry.statistics.items()}
+    return Aux({}, carry.aux.sums, {**carry.aux.maxima, **statistics})
+
+
+def reduce_aux(aux: Aux, axes: tuple[str, ...]) -> Aux:
+    """Return sums and maxima over the devices along `axes`."""
+    sums, maxima = (
+        {name: reduce(value, axes) for name, value in by_name.items()}
+        for reduce, by_name in ((lax.psum, aux.sums), (lax.pmax, aux.maxima))
+    )
+    return Aux({}, sums, maxima)

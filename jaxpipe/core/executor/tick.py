@@ -1,0 +1,313 @@
+"""One tick on one pipeline rank: receive messages, then run the actions of the tick's table row.
+
+Every kind of action has a two-way `lax.cond` of its own, whose other branch passes the buffers
+through unchanged, and within a tick a buffer is written before it is read. XLA therefore updates
+all buffers in place. Where an action must read a ring buffer before it writes it, an optimization
+barrier ends the read. Only messages and the dx that a deferred embedding gradient reads are stored
+outside a cond; those without use go to a dummy slot.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpipe.core.executor import buffers
+from jaxpipe.core.executor.carry import Carry
+from jaxpipe.core.executor.chunk import ActionInputs, BackwardOutputs, Chunk, ForwardOutputs
+from jaxpipe.core.executor.embed_head import EmbedHead, StepData
+from jaxpipe.core.executor.layer_slot import LayerSlot
+from jaxpipe.core.executor.paired import run_paired
+from jaxpipe.core.executor.poison import poison_read_slots
+from jaxpipe.core.executor.ring_buffers import GradientInputs, RingBufferPlan, RingBuffers
+from jaxpipe.core.executor.traced_kind import TracedKind, empty_aux, empty_statistics
+from jaxpipe.core.executor.transfers import Transfers
+from jaxpipe.core.schedule import Op, OverlapPair, TableRow
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class DeviceWork:
+    """What one device computes in every tick of a step.
+
+    Attributes:
+      embed_head: embedding and head, with the inputs and tables that no tick changes.
+      chunks: the chunks of this pipeline rank.
+      kinds: the traced layer kind of every ring group (chunks share ring groups).
+      closing: this is the closing tick (`ticks.py`): its gradient action is the chunk's last of the
+        step and runs on every pipeline rank, in no cond.
+    """
+
+    embed_head: EmbedHead
+    chunks: tuple[Chunk, ...]
+    kinds: tuple[TracedKind, ...]
+    closing: bool = False
+
+    @property
+    def step(self) -> StepData:
+        """Inputs and tables that no tick changes."""
+        return self.embed_head.step
+
+    @property
+    def params(self) -> Tree:
+        """Parameters of the layers, by chunk and run."""
+        return tuple(tuple(run.params for run in chunk.runs) for chunk in self.chunks)
+
+    def with_params(self, params: Tree) -> "DeviceWork":
+        """Return the work with other parameters of the layers, in the form of `params`."""
+        chunks = (
+            Chunk(tuple(replace(run, params=own) for run, own in zip(chunk.runs, of_chunk)))
+            for chunk, of_chunk in zip(self.chunks, params)
+        )
+        return replace(self, chunks=tuple(chunks))
+
+    def with_step(self, **changes: Any) -> "DeviceWork":
+        """Return the work with some fields of `step` changed."""
+        step = replace(self.step, **changes)
+        return replace(self, embed_head=replace(self.embed_head, step=step))
+
+    def first_carry(self, x: jax.ShapeDtypeStruct, rows: Tree, gradients: Tree) -> Carry:
+        """Return the carry of the first tick, with empty buffers and zero gradients.
+
+        Args:
+          x: shape and dtype of the activation between stages.
+          rows: shapes and dtypes of the batch rows of a microbatch.
+          gradients: shapes and dtypes of the gradient accumulators.
+        """
+        step, slots = self.step, self.step.tables.slots
+        message = jnp.full(x.shape, jnp.nan if step.poison else 0, x.dtype)
+        microbatches = jax.tree.leaves(step.batch)[0].shape[0]
+        loss, outputs = self.embed_head.result_shapes(x, rows)
+        carry = Carry(
+            y=message,
+            dx=None,
+            arriving=self._transfers.arriving(message),
+            inbox=self._ring(slots.inbox + 1, x),
+            rings=tuple(
+                plan.empty(group, poison=step.poison) for group, plan in enumerate(self._plans)
+            ),
+            head_ring=(),
+            embed_ring=(),
+            layer_gradients=(),
+            embed_head_gradients=None,
+            read_gradients=None,
+            losses=jnp.zeros((microbatches, *loss.shape), loss.dtype),
+            aux_losses=jnp.zeros(microbatches, loss.dtype) if self._layers_make_losses else None,
+            aux=empty_aux(self.kinds, microbatches),
+            statistics={},
+            outputs=jax.tree.map(
+                lambda like: jnp.zeros((microbatches, *like.shape), like.dtype), outputs
+            ),
+        )
+        if not step.tables.has_gradients:
+            return carry
+        zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), gradients)
+        if slots.head:
+            head = self.embed_head.split
+            for_head = self._ring(slots.head, (head.residuals.for_w, head.stash))
+            carry = carry._replace(head_ring=for_head)
+        if slots.embed:
+            carry = carry._replace(embed_ring=self._ring(slots.embed + 1, x))
+        return carry._replace(
+            dx=message,
+            statistics=empty_statistics(self.kinds, step.variables),
+            layer_gradients=zeros["layers"],
+            embed_head_gradients=zeros["embed_head"],
+            read_gradients=zeros["read"],
+        )
+
+    def _ring(self, slots: int, like: Tree) -> Tree:
+        poison = self.step.poison
+        return jax.tree.map(lambda leaf: buffers.make_ring(slots, leaf, poison=poison), like)
+
+    @property
+    def _transfers(self) -> Transfers:
+        return Transfers(self.step.tables, self.step.poison, self.step.execution.printer)
+
+    def tick(self, carry: Carry, row: TableRow) -> Carry:
+        """Run one tick as a row of the tables says, and return the carry of the next."""
+        tables = self.step.tables
+        with jax.named_scope("exchange"):
+            arriving, inbox, row = self._transfers.receive(
+                carry.y, carry.dx, carry.arriving, carry.inbox, row
+            )
+        carry = carry._replace(arriving=arriving, inbox=inbox)
+        carry = self.embed_head.after_receiving(carry, row)
+        if self.step.poison:
+            nothing = jnp.full_like(carry.y, jnp.nan)
+            carry = carry._replace(y=nothing, dx=None if carry.dx is None else nothing)
+        read = {op: self._read(carry, row, op) for op in {pair.op for pair in tables.pairs}}
+        for index, pair in enumerate(tables.pairs):
+            with jax.named_scope(f"F_chunk{pair.forward}+{pair.op.name}_chunk{pair.gradient}"):
+                carry = self._pair(carry, row, row.pair == index + 1, pair, read[pair.op])
+        for chunk in tables.forwards:
+            with jax.named_scope(f"F_chunk{chunk}"):
+                carry = self._forward(carry, row, chunk + 1 == row.F, chunk)
+        carry = self.embed_head.after_forward(carry, row)
+        for op, chunk in tables.gradients:
+            with jax.named_scope(f"{op.name}_chunk{chunk}"):
+                carry = self._gradient(carry, row, row.chunk_column(op) == chunk + 1, op, chunk)
+        carry = self.embed_head.after_gradient(carry, row)
+        return poison_read_slots(carry, row, tables, self._plans) if self.step.poison else carry
+
+    def _forward(self, carry: Carry, row: TableRow, runs: jax.Array, chunk: int) -> Carry:
+        """Run F of one chunk if the flag `runs` is set; residuals go to ring buffers."""
+
+        def run() -> tuple[ForwardOutputs, jax.Array | None]:
+            inputs, before = self._given_forward(carry, row)
+            return self._forward_made(carry, row, self.chunks[chunk].forward(inputs, before))
+
+        return self._with_forward(carry, *lax.cond(runs, run, lambda: self._before_forward(carry)))
+
+    def _gradient(self, carry: Carry, row: TableRow, runs: jax.Array, op: Op, chunk: int) -> Carry:
+        """Run B, W or BW of one chunk if `runs` is set; gradients go to the accumulators."""
+
+        def kept(slot: LayerSlot, part: RingBuffers) -> GradientInputs:
+            plan, rings = self._plans[slot.ring], carry.rings[slot.ring]
+            return plan.read(plan.with_written(rings, op, part), row, op, slot.place)
+
+        def run() -> BackwardOutputs:
+            inputs, before = self._given_gradient(carry, row, op, chunk)
+            if self.closing:
+                return self.chunks[chunk].last_gradient(op, inputs, before, kept, runs)
+            return self.chunks[chunk].gradient(op, inputs, before, kept, in_turn=True)
+
+        if self.closing:
+            return self._with_gradient(carry, op, chunk, run())
+        outputs = lax.cond(runs, run, lambda: self._before_gradient(carry, op, chunk))
+        return self._with_gradient(carry, op, chunk, outputs)
+
+    def _pair(
+        self,
+        carry: Carry,
+        row: TableRow,
+        runs: jax.Array,
+        pair: OverlapPair,
+        read: list[GradientInputs],
+    ) -> Carry:
+        """Run F of one chunk and a gradient action of another in one branch, free to overlap.
+
+        The inputs of the gradient action come in `read`, from before the branch, so that the branch
+        only writes ring buffers: if it also read them, XLA would copy them. For the same reason W
+        is not ordered one layer behind B here (`in_turn`): XLA would copy the accumulators.
+        """
+        passed = self._before_forward(carry), self._before_gradient(carry, pair.op, pair.gradient)
+        ahead, back = self.chunks[pair.forward], self.chunks[pair.gradient]
+
+        def run() -> tuple[Any, BackwardOutputs]:
+            inputs, x = self._given_forward(carry, row)
+            behind, dy = self._given_gradient(carry, row, pair.op, pair.gradient)
+            layers = back.gradient_runs(pair.op, behind, lambda slot, _: read[slot.ring])
+            outputs, gradients = run_paired(ahead.forward_runs(inputs), x, layers, dy, ahead.hooks)
+            return self._forward_made(carry, row, outputs), gradients
+
+        forward, gradient = lax.cond(runs, run, lambda: passed)
+        carry = self._with_forward(carry, *forward)
+        return self._with_gradient(carry, pair.op, pair.gradient, gradient)
+
+    def _read(self, carry: Carry, row: TableRow, op: Op) -> list[GradientInputs]:
+        """Read the inputs of a gradient action from all ring buffers; no group has two layers."""
+        return [plan.read(rings, row, op, 0) for plan, rings in zip(self._plans, carry.rings)]
+
+    @property
+    def _plans(self) -> list[RingBufferPlan]:
+        """The ring buffer plan of every ring group."""
+        return [kind.rings for kind in self.kinds]
+
+    @property
+    def _layers_make_losses(self) -> bool:
+        return any(kind.output.aux.losses for kind in self.kinds)
+
+    def _before_forward(self, carry: Carry) -> tuple[ForwardOutputs, jax.Array | None]:
+        """Return the state that F updates; the second value is `carry.aux_losses`."""
+        return ForwardOutputs(carry.y, self._parts(carry, Op.F), carry.aux, None), carry.aux_losses
+
+    def _given_forward(self, carry: Carry, row: TableRow) -> tuple[ActionInputs, ForwardOutputs]:
+        x, rows = self._input(carry, row)
+        before, losses = self._before_forward(carry)
+        if losses is not None:
+            before = before._replace(loss=jnp.zeros((), losses.dtype))
+        return self._given(row, rows), before._replace(y=x)
+
+    def _forward_made(
+        self, carry: Carry, row: TableRow, outputs: ForwardOutputs
+    ) -> tuple[ForwardOutputs, jax.Array | None]:
+        losses = carry.aux_losses
+        if losses is not None:
+            losses = losses.at[row.forward_mb].add(outputs.loss)
+        return outputs._replace(loss=None), losses
+
+    def _given(self, row: TableRow, rows: Tree) -> ActionInputs:
+        step = self.step
+        return ActionInputs(row, rows, step.variables, step.aux, step.embed_head_of_layers)
+
+    def _given_gradient(
+        self, carry: Carry, row: TableRow, op: Op, chunk: int
+    ) -> tuple[ActionInputs, BackwardOutputs]:
+        before = self._before_gradient(carry, op, chunk)
+        rows = self.step.rows(row.gradient_mb)
+        if op is not Op.W:
+            dy = self.step.choose(
+                lambda row: row.dy_of_head, row,
+                lambda: carry.y, lambda: buffers.read(carry.inbox, row.dy_read),
+            )  # fmt: skip
+            before = before._replace(dx=dy)
+        return self._given(row, rows), before
+
+    def _input(self, carry: Carry, row: TableRow) -> tuple[jax.Array, Tree]:
+        """Return x of F, from the embedding or the inbox, and its microbatch's rows."""
+        rows = self.step.rows(row.forward_mb)
+        embed, shared = self.embed_head.embed.function, self.step.embed_head
+        x = self.step.choose(
+            lambda row: row.embed, row,
+            lambda: embed(shared, rows), lambda: buffers.read(carry.inbox, row.x_read),
+        )  # fmt: skip
+        return x, rows
+
+    def _with_forward(
+        self, carry: Carry, outputs: ForwardOutputs, losses: jax.Array | None
+    ) -> Carry:
+        rings = self._after(carry, Op.F, outputs.rings)
+        return carry._replace(y=outputs.y, rings=rings, aux=outputs.aux, aux_losses=losses)
+
+    def _before_gradient(self, carry: Carry, op: Op, chunk: int) -> BackwardOutputs:
+        """Return the state that a gradient action updates."""
+        totals, parts = carry.layer_gradients[chunk], self._parts(carry, op)
+        read = getattr(carry, self._read_sums) if self.chunks[chunk].reads_embed_head else None
+        return BackwardOutputs(carry.dx, parts, totals, carry.statistics, read)
+
+    @property
+    def _read_sums(self) -> str:
+        """The field of the carry to which layers add their gradients at embedding and head.
+
+        With the vocabulary sharded over pp, layers read what embedding and head have shards of.
+        """
+        shared = self.step.tables.lockstep.vocab_parallel
+        return "read_gradients" if shared else "embed_head_gradients"
+
+    def _with_gradient(self, carry: Carry, op: Op, chunk: int, outputs: BackwardOutputs) -> Carry:
+        gradients = list(carry.layer_gradients)
+        gradients[chunk] = outputs.grad_sums
+        rings = self._after(carry, op, outputs.rings)
+        if self.chunks[chunk].reads_embed_head:
+            carry = carry._replace(**{self._read_sums: outputs.read_sums})
+        return carry._replace(
+            dx=outputs.dx,
+            rings=rings,
+            layer_gradients=tuple(gradients),
+            statistics=outputs.statistics,
+        )
+
+    def _parts(self, carry: Carry, op: Op) -> tuple[RingBuffers, ...]:
+        """Return the ring buffers that an op writes, of every ring group."""
+        return tuple(plan.written_by(rings, op) for plan, rings in zip(self._plans, carry.rings))
+
+    def _after(
+        self, carry: Carry, op: Op, parts: tuple[RingBuffers, ...]
+    ) -> tuple[RingBuffers, ...]:
+        """Return all ring buffers, with those that an op has written replaced by `parts`."""
+        every = zip(self._plans, carry.rings, parts)
+        return tuple(plan.with_written(rings, op, part) for plan, rings, part in every)

@@ -1,0 +1,96 @@
+"""All ticks of a step: one scan, and optionally a closing tick that overlaps gradient reductions.
+
+Gradient sums are reduced over data-parallel replicas once per step. After the scan no compute is
+left to hide the reduction, and inside the scan a tick with the reduction would be one more branch
+that adds to the same sums, so that XLA copies them. With `overlap_sums` the last tick with a
+gradient (the closing tick) runs after the scan, in no branch: pipeline ranks without a gradient in
+it, which would idle, compute one that is discarded. XLA then reduces the sums of a layer while
+the backward of earlier layers computes. Sums of chunks without a gradient in the closing tick are
+reduced from its start.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpipe.core.executor.carry import Carry
+from jaxpipe.core.executor.execution import Execution
+from jaxpipe.core.executor.tick import DeviceWork
+from jaxpipe.core.schedule import TableRow, Tables
+
+Tree = Any
+
+
+def closing_tick(tables: Tables, execution: Execution) -> int | None:
+    """Return the closing tick, the first that runs after the scan; None: the scan runs all ticks.
+
+    It is the last tick with W, BW or a pair. There is none if several chunks or ops have a gradient
+    in that tick, or if stages are on two pipeline ranks (DualPipe), whose gradient sums must be
+    added first.
+
+    >>> from jaxpipe.core.schedule import dualpipe, one_f_one_b, zb_h1, zbv_order
+    >>> from jaxpipe.core.schedule import lower
+    >>> orders, how = (one_f_one_b, zb_h1, zbv_order, dualpipe), Execution(overlap_sums=True)
+    >>> [closing_tick(lower(build(pp=2, microbatches=4)), how) for build in orders]
+    [9, 12, 24, None]
+    """
+    columns = tables.columns
+    ticks = np.flatnonzero((columns.W + columns.BW + columns.pair).any(axis=1))
+    if not (execution.overlap_sums and ticks.size) or len(tables.first_ranks) > 1:
+        return None
+    alone = _of_tick(tables, last := int(ticks[-1]))
+    return last if len(alone.gradients) == 1 and not alone.pairs else None
+
+
+def run_ticks(work: DeviceWork, carry: Carry, rows: TableRow, closing: int | None) -> Carry:
+    """Run all ticks and return the last carry; `rows` are this rank's table columns, `[T]`.
+
+    With a `closing` tick, the gradient sums of layers are returned reduced over replicas.
+    """
+    if work.step.execution.printer is not None:
+        rows = rows._replace(tick=jnp.arange(work.step.tables.ticks))
+    if closing is None:
+        return lax.scan(lambda carry, row: (work.tick(carry, row), None), carry, rows)[0]
+
+    def tick_with(carried: tuple[Carry, Tree], row: TableRow) -> tuple[tuple[Carry, Tree], None]:
+        carry, params = carried
+        # Without the barrier XLA sees that the loop changes no parameter. It then keeps the loop's
+        # inputs for the ticks after it, beside a transposed copy that the loop's fp8 products read.
+        return (work.with_params(params).tick(carry, row), lax.optimization_barrier(params)), None
+
+    scanned = jax.tree.map(lambda column: column[:closing], rows)
+    (carry, params), _ = lax.scan(tick_with, (carry, work.params), scanned)
+    work = work.with_params(params)
+    for tick, alone in _after(work, closing):
+        if alone.closing:
+            carry = _others_reduced(alone, carry)
+        carry = alone.tick(carry, jax.tree.map(lambda column, at=tick: column[at], rows))
+    return carry
+
+
+def _after(work: DeviceWork, closing: int) -> Iterator[tuple[int, DeviceWork]]:
+    """Yield the closing tick and every later one, with the device work of that tick alone."""
+    for tick in range(closing, work.step.tables.ticks):
+        alone = work.with_step(tables=_of_tick(work.step.tables, tick))
+        yield tick, replace(alone, closing=tick == closing)
+
+
+def _of_tick(tables: Tables, tick: int) -> Tables:
+    """Return tables with one tick only; buffer sizes stay those of all ticks."""
+    columns = jax.tree.map(lambda column: column[tick : tick + 1], tables.columns)
+    return replace(tables, columns=columns, pairs=tables.pairs if columns.pair.any() else ())
+
+
+def _others_reduced(work: DeviceWork, carry: Carry) -> Carry:
+    """Reduce the gradient sums of all chunks that have no gradient in the closing tick."""
+    in_closing_tick = {chunk for _, chunk in work.step.tables.gradients}
+    sums = [
+        totals if chunk in in_closing_tick else work.chunks[chunk].reduce(totals)
+        for chunk, totals in enumerate(carry.layer_gradients)
+    ]
+    return carry._replace(layer_gradients=tuple(sums))

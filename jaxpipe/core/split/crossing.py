@@ -1,0 +1,197 @@
+"""Find which values cross from F to B and W (residuals), and from B to W (the W stash).
+
+Residuals are the forward values that B or W reads *and that depend on x*. Values that depend only
+on parameters, constants, the microbatch's rows or the state that the layer returns are recomputed,
+never stored, and so are values that elementwise equations compute from other residuals. The W stash
+are the values of B that W reads. Rematerialisation is the same split with fewer residuals: a policy
+says which forward values may be stored, and B recomputes the others. Values with a name in `keep`
+are stored whatever the policy says.
+
+Effects (`jax.debug.print`, callbacks) happen once: those of the forward in F, those that depend on
+the gradient in B. Outputs of an equation with an effect are stored as if named in `keep`.
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from jaxpipe.core.contract.layer import IN_FORWARD, IN_GRADIENT, PRODUCT
+from jaxpipe.core.split.jaxpr import dependents, equations_to, has_effects, reads, variables_in
+from jaxpipe.core.split.ports import Ports
+
+Policy = Callable[..., bool]  # (primitive, *avals, **params) -> may this value be stored?
+
+# Equations that only rearrange, widen or narrow an operand are cheaper to repeat than to store.
+# Values all-gathered over tp are stored as shards and gathered again (Korthikanti et al. 2022,
+# 4.2.2), and the rows that experts take are gathered again from the tokens.
+_LAYOUT = {
+    "all_gather", "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "gather",
+    "neg", "reshape", "squeeze", "transpose",
+}  # fmt: skip
+
+
+def _save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Store the outputs of weight matmuls, all-reduced or reduce-scattered, and of attention."""
+    stored = "dot_product_attention", "fp8_ragged_dot", "psum", "ragged_dot", "reduce_scatter"
+    name = params["name"] if primitive.name == "name" else primitive.name
+    if name.startswith(stored) or name == PRODUCT:
+        return True
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
+
+
+# Elementwise or data-moving equations without communication.
+_ELEMENTWISE = _LAYOUT - {"all_gather"} | {
+    "abs", "add", "add_any", "and", "concatenate", "cos", "div", "eq", "erf", "exp", "expm1", "ge",
+    "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul",
+    "ne", "not", "one_minus_square", "or", "pad", "pow", "rsqrt", "select_n", "sign", "sin",
+    "slice", "split", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh",
+}  # fmt: skip
+
+
+POLICIES: dict[str, Policy] = {
+    "none": jax.checkpoint_policies.everything_saveable,
+    "selective": _save_products,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Residuals(NamedTuple):
+    """Forward values that the backward reads: `for_b` live until B, `for_w` until W."""
+
+    for_b: tuple[Any, ...]
+    for_w: tuple[Any, ...]
+
+
+class Crossing(NamedTuple):
+    """The values that cross between F, B and W.
+
+    Attributes:
+      residuals: from F to B and W.
+      stash: from B to W.
+      gathered: all-gather outputs that both B and W need; BW computes them once.
+      effects_in_f, effects_in_b: the equations that F and B run for their effects.
+    """
+
+    residuals: Residuals
+    stash: tuple[Var, ...]
+    gathered: tuple[Var, ...]
+    effects_in_f: tuple[JaxprEqn, ...]
+    effects_in_b: tuple[JaxprEqn, ...]
+
+
+def find_crossing(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, ...]) -> Crossing:
+    """Find the values that cross; F stores values named in `keep` if B or W reads them.
+
+    Raises `ValueError` where B or W would need the state from before this slice.
+    """
+    state, next_state = jax.tree.leaves(ports.state), jax.tree.leaves(ports.output.state)
+    after = {ports.dy.value, *ports.dy.state}
+    free = {*jaxpr.constvars, *jaxpr.invars, *next_state} - {ports.x, *state, *after}
+    on_dy = dependents(jaxpr, after.union(jax.tree.leaves(ports.dy.losses)))
+    effects = [eqn for eqn in jaxpr.eqns if has_effects(eqn)]
+    in_b = tuple(eqn for eqn in effects if not on_dy.isdisjoint(variables_in(eqn)))
+    in_f = tuple(eqn for eqn in effects if on_dy.isdisjoint(variables_in(eqn)))
+    once = {var for eqn in in_f for var in eqn.outvars}
+    on_x = dependents(jaxpr, {ports.x, *state, *once}, next_state) - on_dy - free
+    b_outputs = [*ports.made_by_b, *(var for eqn in in_b for var in variables_in(eqn))]
+    w_outputs = jax.tree.leaves(ports.gradients_of_w)
+
+    layout = {var for eqn in jaxpr.eqns if _only_rearranges(eqn) for var in eqn.outvars}
+    saved = {ports.x} | {
+        var
+        for eqn in jaxpr.eqns
+        for var in eqn.outvars
+        if var in once
+        or (var in on_x - layout and (_is_kept(eqn, keep) or _may_store(eqn, policy)))
+    }
+    # Store the allowed values that B and W read, except those that B can cheaply recompute.
+    backward, computed = [*b_outputs, *w_outputs], free | saved | after
+    saved &= {*reads(equations_to(jaxpr, backward, computed), backward)}
+    saved -= _repeated(jaxpr, saved, on_x)
+    # W starts from values that B has computed, and from forward values that B recomputes for it.
+    by_b = {var for eqn in equations_to(jaxpr, b_outputs, free, in_b) for var in eqn.outvars}
+    handed = ((by_b & on_dy) | (on_x - saved) | after) - layout
+    in_w = equations_to(jaxpr, w_outputs, free | saved | handed)
+    from_b_or_f = reads(in_w, w_outputs)
+    stash = [var for var in from_b_or_f if var in handed]
+    for_w = [var for var in from_b_or_f if var in saved]
+    b_and_stash = [*b_outputs, *stash]
+    in_whole_b = equations_to(jaxpr, b_and_stash, free | saved | after)
+    from_f = reads(in_whole_b, b_and_stash)
+    if {*from_f} & {*state} or {*from_b_or_f} & {*state, *next_state}:
+        raise ValueError(
+            "the gradient of a layer of slices may read the state that the layer returns, in B, "
+            "but not the state that it is given."
+        )
+    for_b = [var for var in from_f if var in saved and var not in for_w]
+    in_backward = {var for eqn in in_whole_b for var in eqn.outvars}
+    gathers = (eqn.outvars[0] for eqn in in_w if eqn.primitive.name == "all_gather")
+    gathered = tuple(var for var in gathers if var in in_backward)
+    residuals = Residuals(tuple(for_b), tuple(for_w))
+    return Crossing(residuals, tuple(stash), gathered, in_f, in_b)
+
+
+def find_gradients_of_state(jaxpr: Jaxpr, ports: Ports) -> frozenset[Var]:
+    """Return the gradients of matrices whose last products read the state that the layer returns.
+
+    Such a product, of keys' latents by the gradients at keys, say, is part of B: in W the state may
+    be gone.
+    """
+    state, next_state = jax.tree.leaves(ports.state), jax.tree.leaves(ports.output.state)
+    on_dy = dependents(jaxpr, jax.tree.leaves((ports.dy.value, ports.dy.state, ports.dy.losses)))
+    by_b = {var for eqn in equations_to(jaxpr, ports.made_by_b, ()) for var in eqn.outvars}
+    known = dependents(jaxpr, {ports.x, *state}, next_state) - on_dy | by_b & on_dy
+    wanted = jax.tree.leaves(ports.gradients_of_w)
+    read = {var: reads(equations_to(jaxpr, [var], known), [var]) for var in wanted}
+    return frozenset(var for var, of in read.items() if not {*next_state}.isdisjoint(of))
+
+
+def _is_kept(eqn: JaxprEqn, keep: tuple[str, ...]) -> bool:
+    return eqn.primitive.name == "name" and eqn.params["name"] in keep
+
+
+def _may_store(eqn: JaxprEqn, policy: Policy) -> bool:
+    return policy(eqn.primitive, *(var.aval for var in eqn.invars), **eqn.params) is True
+
+
+def _repeated(jaxpr: Jaxpr, saved: set[Var], on_x: set[Var]) -> set[Var]:
+    """Return the `saved` values that elementwise equations can recompute from the others.
+
+    The equations may also read values that do not depend on x. To recompute costs less than to
+    store: the sigmoid of a stored gate, probabilities whose exponentials are stored, the input of a
+    matmul that is a norm's output.
+    """
+    cheap = [
+        eqn
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name in _ELEMENTWISE and on_x.issuperset(eqn.outvars)
+    ]
+    stored = set(saved)
+    for var in [var for eqn in reversed(cheap) for var in eqn.outvars if var in saved]:
+        derivable = stored - {var}
+        for eqn in cheap:
+            if derivable.issuperset(on_x.intersection(variables_in(eqn))):
+                derivable.update(eqn.outvars)
+        if var in derivable:
+            stored.remove(var)
+    return saved - stored
+
+
+def _only_rearranges(eqn: JaxprEqn) -> bool:
+    """Whether the equation only names an operand, or moves or casts it and makes it no smaller.
+
+    The operand of a `gather` is its first.
+    """
+    name = eqn.primitive.name
+    if name == "name":
+        return eqn.params["name"].startswith((IN_FORWARD, IN_GRADIENT))
+    if name not in _LAYOUT or (len(eqn.invars) != 1 and name != "gather"):
+        return False
+    return _bytes(eqn.outvars[0].aval) >= _bytes(eqn.invars[0].aval)
+
+
+def _bytes(aval: Any) -> int:
+    return prod(aval.shape) * aval.dtype.itemsize

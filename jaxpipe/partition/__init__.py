@@ -1,1 +1,0 @@
-"""How parameters, layers and sequences are sharded over devices. Imports no jax."""

@@ -1,0 +1,1 @@
+"""What recorded and simulated steps cost, and their pictures."""

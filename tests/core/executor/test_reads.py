@@ -1,0 +1,246 @@
+"""Layers that read embedding and head (`LayerKind.reads`), against one device.
+
+One reading layer is in the middle of the model and one at its end. The toy's look tokens up in the
+embedding, and make a loss with the head, as a module of multi-token prediction does. Layers of the
+decoder call the decoder's own embedding and head, which tensor-parallel devices share.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compare import assert_same
+from legal import near
+from meshes import MODELS, packing_of, pipeline_of, problem
+from programs import eqns_of
+from toy import KIND, TOY, WIDTH, toy_batch, toy_params
+
+from jaxpipe.core.contract import Aux, Context, LayerKind, LayerOutput, StageFunctions
+from jaxpipe.core.contract.devices import ONE_DEVICE
+from jaxpipe.core.contract.parameter import ParamSpec
+from jaxpipe.core.executor import Execution, Pipeline, step_ref
+from jaxpipe.core.executor.traced_kind import TracedKind
+from jaxpipe.core.mesh import PP, StageLayout, TensorParallel, make_mesh
+from jaxpipe.core.mesh.flags import is_trained
+from jaxpipe.core.schedule import Lockstep
+from jaxpipe.core.split.crossing import POLICIES
+from jaxpipe.core.split.ports import Cotangent
+from jaxpipe.model import FAMILIES
+from jaxpipe.schedules import BUILDERS, build
+
+READS = ("embed_head",)
+ORDER = ("toy", "toy", "toy", "looks", "toy", "toy", "toy", "scores")
+
+
+def looks(params, x, context):
+    """Add what a matrix makes of the token's entry in the embedding, which has a gain."""
+    shared = context.embed_head
+    entry = shared["embed"][context.rows["inputs"]] * shared["norm"][None, None]
+    return LayerOutput(x + jnp.tanh((x + entry) @ params["up"]) @ params["down"])
+
+
+def scores(params, x, context):
+    """Make a loss of all logits, like a module of multi-token prediction."""
+    y = x + jnp.tanh(x @ params["up"]) @ params["down"]
+    shared = context.embed_head
+    head = shared["embed"].T if "head" not in shared else shared["head"]
+    logits = (y * shared["norm"][None, None]) @ head
+    loss = 0.1 * jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
+    return LayerOutput(y, aux=Aux({"z": (loss, logits[..., 0].size)}))
+
+
+def toy(**specs):
+    kinds = {"toy": KIND, "looks": LayerKind(looks, reads=READS)}
+    kinds["scores"] = LayerKind(scores, reads=READS)
+    return replace(TOY, kinds=kinds, order=ORDER, **specs)
+
+
+def tied():
+    def head(shared, x, rows):
+        return TOY.head({**shared, "head": shared["embed"].T}, x, rows)
+
+    return replace(toy(), head=head)
+
+
+def check_toy(functions, schedule, dp=2, **execution):
+    with jax.enable_x64(True):
+        layout = StageLayout(
+            (len(ORDER) // schedule.stages,) * schedule.stages, schedule.placement, ORDER
+        )
+        shared, layers = toy_params(0, len(ORDER), float)
+        if functions.head is not TOY.head:
+            del shared["head"]
+        batch = toy_batch(1, schedule.microbatches, 2 * dp)
+        mesh = make_mesh(schedule.pp, dp, devices=jax.devices()[: schedule.pp * dp])
+        execution = Execution(**execution)
+        pipeline = Pipeline(functions, schedule, mesh, layout.layers_per_stage, execution)
+        params = {"embed_head": shared, "layers": layout.stack(layers)}
+        got = jax.jit(pipeline.step)(params, batch)
+        want = step_ref(functions, shared, layers, batch)
+        staged = want.gradients | {"layers": layout.stack(want.gradients["layers"])}
+        assert_same(got, want._replace(gradients=staged))
+        forward = jax.jit(pipeline.forward)(params, batch)
+        assert_same(forward.losses, want.losses)
+        return got
+
+
+@pytest.mark.slow(unless=["1f1b", "zbv"])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_under_every_schedule(name):
+    check_toy(toy(), near(name, 2, 1), poison_bubbles=True)
+
+
+@pytest.mark.slow(unless=["tied-3-True"])
+@pytest.mark.parametrize(("stage", "reshard"), [(0, False), (1, False), (3, True)])
+@pytest.mark.parametrize("functions", [toy(), tied()], ids=["apart", "tied"])
+def test_on_four_ranks_however_they_are_stored(functions, stage, reshard):
+    how = {"zero_stage": stage, "reshard_after_forward": reshard}
+    lockstep = Lockstep(defer_embed_head=True)
+    check_toy(functions, build("zb_h1", pp=4, microbatches=5), **how, lockstep=lockstep)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_in_a_closing_tick(name):
+    check_toy(toy(), build(name, pp=2, microbatches=4), overlap_sums=True, remat="full")
+
+
+@pytest.mark.slow
+def test_a_frozen_embedding_is_read():
+    spec = {name: ParamSpec(partial_grad_axes=(PP,)) for name in ("norm", "head")}
+    frozen = spec | {"embed": ParamSpec(partial_grad_axes=(PP,), trained=False)}
+    got = check_toy(toy(embed_head_specs=frozen), build("zb_h1", pp=2, microbatches=4))
+    assert got.gradients["embed_head"]["embed"] is None
+
+
+def reading(kind, ends):
+    """A decoder's layer that adds the embedding of its tokens, and makes the head's loss of y."""
+
+    def layer(params, x, context):
+        made = kind.layer(params, x, context)
+        y = made.y + 0.3 * ends.embed(context.embed_head, context.rows)
+        loss = ends.head(context.embed_head, y, context.rows).sum()
+        return LayerOutput(y, made.state, Aux({"early": (0.1 * loss, context.rows["inputs"].size)}))
+
+    return replace(kind, layer=layer, reads=READS)
+
+
+def with_readers(functions, ends, layers):
+    ((name, kind),) = functions.kinds_by_name.items()
+    order = tuple("reader" if i in (layers // 2 - 1, layers - 1) else name for i in range(layers))
+    kinds = {name: kind, "reader": reading(kind, ends)}
+    return replace(functions, kinds=kinds, order=order)
+
+
+def check_decoder(model, schedule, pp, dp, tp, *, sequence=False, **how):
+    """Reading layers see embedding and head as the tp devices of one pipeline rank share them."""
+    with jax.enable_x64(True):
+        pipeline, layout, params, batch = pipeline_of(
+            model, schedule, pp, dp, tp, dtype=jnp.float64, sequence=sequence, **how
+        )
+        config = MODELS[model]
+        devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE
+        build_model = FAMILIES[config.family].build
+        ends = build_model(config, devices=devices, **packing_of(model)).functions
+        functions = with_readers(pipeline.functions, ends, layout.layers)
+        alone, shared, layers, batch_of_one = problem(model, jnp.float64)
+        layout = replace(layout, kinds=functions.order)
+        params = pipeline.sharding.pad({"embed_head": shared, "layers": layout.stack(layers)})
+        pipeline = replace(pipeline, functions=functions)
+        got = jax.jit(pipeline.step)(params, batch)
+        one = with_readers(alone.functions, alone.functions, len(layers))
+        want = step_ref(one, shared, layers, batch_of_one)
+        staged = want.gradients | {"layers": layout.stack(want.gradients["layers"])}
+        assert_same(
+            (got.losses, got.aux_losses, got.gradients),
+            (want.losses, want.aux_losses, pipeline.sharding.pad(staged)),
+        )
+
+
+SHARED = Lockstep(vocab_parallel=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "schedule", "mesh", "zero_stage"),
+    [
+        ("tied", "zb_h1", (2, 2, 2), 1),
+        ("tied", "1f1b", (4, 2, 1), 0),
+        ("grouped", "zb_h1", (4, 1, 2), 3),
+        ("grouped", "1f1b", (2, 2, 2), 0),
+        ("deep", "zbv", (2, 2, 2), 3),
+        ("deep", "dualpipe", (2, 2, 2), 0),
+        ("uneven", "1f1b", (2, 2, 1), 1),
+        ("uneven", "1f1b", (4, 1, 2), 1),
+        ("normed", "zb_h1", (2, 2, 2), 1),
+    ],
+    ids=str,
+)
+def test_a_vocabulary_that_pipeline_ranks_share(model, schedule, mesh, zero_stage):
+    sequence = mesh[2] > 1
+    how = {"zero_stage": zero_stage, "lockstep": SHARED, "poison_bubbles": True}
+    check_decoder(model, schedule, *mesh, sequence=sequence, **how)
+
+
+@pytest.mark.slow(unless=["tied-zb_h1-(2, 1, 2)-0"])
+@pytest.mark.parametrize(
+    ("model", "schedule", "mesh", "zero_stage"),
+    [
+        ("tied", "zb_h1", (2, 1, 2), 0),
+        ("grouped", "1f1b", (2, 2, 2), 1),
+        ("deep", "zbv", (2, 2, 2), 3),
+    ],
+    ids=str,
+)
+def test_devices_that_share_layers(model, schedule, mesh, zero_stage):
+    check_decoder(model, schedule, *mesh, sequence=True, zero_stage=zero_stage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lockstep", [Lockstep(), SHARED], ids=["apart", "shared"])
+def test_replicas_that_share_sequences(lockstep):
+    check_decoder("grouped", "zb_h1", 2, 2, 1, cp=2, zero_stage=1, lockstep=lockstep)
+
+
+def test_their_matrices_gradients_are_in_w():
+    """B has the products of the gradient at x alone, and the gradients of vectors."""
+    shared, (params,) = toy_params(0, 1)
+    rows = jax.tree.map(lambda a: a[0], toy_batch(1, 1, 3))
+    x, context = jnp.ones((3, 6, WIDTH)), Context(rows, embed_head=shared)
+    trained = is_trained({name: ParamSpec() for name in shared})
+    kind = LayerKind(scores, reads=READS)
+    traced = TracedKind.trace("scores", kind, params, x, context, POLICIES["none"], trained)
+    split = traced.split
+    assert split.uses_of_embed_head == {"embed": False, "norm": True, "head": True}
+    _, kept = split.forward(params, x, context)
+    dy = Cotangent(x, losses=dict.fromkeys(split.output.aux.losses, jnp.float32(1)))
+    _, of_b, stash = split.backward_input(params, context, kept, dy)
+    of_w = split.backward_weight(params, context, kept.for_w, stash, dy.losses)
+    assert {name for name, g in of_b.embed_head.items() if g is not None} == {"norm"}
+    assert {name for name, g in of_w.embed_head.items() if g is not None} == {"head"}
+
+
+@pytest.mark.parametrize("lockstep", [Lockstep(), SHARED], ids=["apart", "shared"])
+def test_where_no_layer_reads_nothing_is_gathered_or_summed(lockstep):
+    """With a reading layer the ranks that share a vocabulary gather all of it, and else nowhere."""
+    pipeline, layout, params, batch = pipeline_of("grouped", "1f1b", 2, 1, 1, lockstep=lockstep)
+    size = MODELS["grouped"].vocab_size
+
+    def whole(pipeline):
+        trace = jax.make_jaxpr(pipeline.losses_and_gradients)(params, batch)
+        (inside,) = [eqn for eqn, _ in eqns_of(trace.jaxpr) if eqn.primitive.name == "shard_map"]
+        values = [var for eqn, _ in eqns_of(inside.params["jaxpr"]) for var in eqn.outvars]
+        return any(size in var.aval.shape for var in values)
+
+    assert whole(pipeline) is not lockstep.vocab_parallel
+    ends = FAMILIES["llama"].build(MODELS["grouped"]).functions
+    functions = with_readers(pipeline.functions, ends, layout.layers)
+    assert whole(replace(pipeline, functions=functions))
+
+
+def test_nothing_else_can_be_read():
+    with pytest.raises(ValueError, match=r"LayerKind.reads=\('layers',\): a layer can read"):
+        LayerKind(looks, reads=("layers",))
+    with pytest.raises(ValueError, match="reads"):
+        StageFunctions(TOY.embed, LayerKind(looks, reads=["embed_head", ""]), TOY.head, TOY.count)

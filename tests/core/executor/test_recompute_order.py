@@ -1,0 +1,26 @@
+"""A layer is recomputed at the earliest beside the B of the layer after it."""
+
+import pytest
+from programs import LAYERS_EACH, find_scan, traced
+
+from jaxpipe.core.split.jaxpr import dependents
+
+
+@pytest.mark.parametrize(("name", "remat"), [("1f1b", "full"), ("zb_h1", "selective")])
+def test_residuals_wait_for_the_layer_after(name, remat):
+    """Otherwise XLA may recompute all layers first, and what that computes stays live."""
+    body = find_scan(traced(name, 2, 4, remat=remat)[0].jaxpr.jaxpr).params["jaxpr"].jaxpr
+    branches = [b.jaxpr for eqn in body.eqns for b in eqn.params.get("branches", ())]
+    gradient = max(branches, key=lambda branch: len(branch.eqns))  # BW, or B
+    ties = [eqn for eqn in gradient.eqns if eqn.primitive.name == "optimization_barrier"]
+    starts = [var for eqn in ties for var in eqn.outvars if var.aval.shape == ()]
+    after_dy = dependents(gradient, starts)
+    reads = [eqn for eqn in gradient.eqns if eqn.primitive.name == "jit" and is_read(eqn)]
+    waiting = [eqn for eqn in reads if after_dy.issuperset(eqn.outvars)]
+    assert len(waiting) == (len(reads) - 1) / LAYERS_EACH > 0  # one of all reads dy
+
+
+def is_read(eqn):
+    """Whether the call returns a slot of a ring buffer of activations."""
+    ring, value = eqn.invars[0].aval, eqn.outvars[0].aval
+    return value.shape == ring.shape[1:] and len(value.shape) == 3 and value.dtype == "float32"

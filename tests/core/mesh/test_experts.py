@@ -1,0 +1,91 @@
+"""Mixtures of experts under every schedule and mesh, against a one-hot reference on one device."""
+
+import sys
+
+import numpy as np
+import pytest
+from compare import assert_same
+from kernels import TOKAMAX
+from mixtures import EXAMPLES, LENGTH, MICROBATCHES, held, problem, run
+
+from jaxpipe.core.schedule import Lockstep
+from jaxpipe.model.moe.products import multiply_by_kernel
+
+PAIRED = Lockstep(transfer_ticks=1, pairs=True)
+TOKENS = MICROBATCHES * EXAMPLES * LENGTH
+CASES = [
+    ("qwen", "gpipe", (2, 4, 1, 4), {}),
+    ("deepseek", "1f1b", (2, 2, 2, 2), {"remat": "selective"}),
+    ("switch", "interleaved_1f1b", (2, 2, 2, 2), {"sequence": True, "zero_stage": 1}),
+    ("deepseek", "zb_h1", (4, 2, 1, 2), {"remat": "full", "zero_stage": 2}),
+    ("qwen", "zbv", (2, 2, 2, 1), {"sequence": True}),
+    # as on GPUs, an F and a gradient in one branch, in rounds
+    ("narrow", "dualpipe", (2, 4, 1, 2), {"zero_stage": 1, "lockstep": PAIRED}),
+    (
+        "deepseek",
+        "dualpipev",
+        (2, 4, 1, 2),
+        {"zero_stage": 3, "reshard_after_forward": True, "lockstep": PAIRED},
+    ),
+    ("deepseek", "1f1b", (2, 2, 1, 2), {"slices": 2, "routed": True}),
+    # replicas that share sequences; all tokens to one expert; recorded routes
+    ("qwen", "1f1b", (2, 2), {"cp": 2, "remat": "full"}),
+    ("qwen", "1f1b", (2, 4, 1, 4), {"cp": 4, "heads": 1, "zero_stage": 2}),
+    ("deepseek", "zb_h1", (2, 4, 1, 4), {"cp": 2, "heads": 2, "remat": "full"}),
+    ("qwen", "1f1b", (1, 4, 2, 2), {"cp": 4, "sequence": True}),
+    ("one", "zb_h1", (2, 2, 1, 2), {"crowded": True}),
+    # the experts of a layer that predicts further tokens
+    ("ahead", "zb_h1", (2, 2, 2, 2), {"sequence": True, "zero_stage": 2, "remat": "full"}),
+    ("ahead", "dualpipe", (2, 4, 1, 2), {"cp": 2, "lockstep": PAIRED}),
+    ("deepseek", "zb_h1", (2, 2, 1, 2), {"routed": True, "remat": "full"}),
+]
+
+
+@pytest.mark.extended(unless=["deepseek-1f1b-*"])
+@pytest.mark.slow(unless=["deepseek-1f1b-mesh1-*", "narrow-dualpipe-*"])
+@pytest.mark.parametrize(("model", "name", "mesh", "how"), CASES)
+def test_every_schedule_agrees_with_the_reference(model, name, mesh, how):
+    got, want = run(model, name, *mesh, poison_bubbles=True, **how)
+    assert_same(got, want)
+    counts = np.asarray(got.aux.sums["expert_counts"])
+    assert (counts.sum(1) % TOKENS == 0).all()
+    assert (counts.sum(1) > 0).all()
+    dropped = np.asarray(got.aux.sums["expert_rows_dropped"])
+    assert (dropped > 0).all() == (model in ("switch", "narrow"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "name", "mesh", "how"),
+    [
+        ("deepseek", "zb_h1", (2, 2, 1, 2), {"padding": "real", "remat": "full"}),
+        ("switch", "1f1b", (2, 2, 1, 2), {"padding": "packed"}),
+        ("narrow", "dualpipe", (2, 4, 1, 2), {"padding": "real", "lockstep": PAIRED}),
+        ("qwen", "interleaved_1f1b", (2, 2, 2, 2), {"padding": "packed", "sequence": True}),
+        ("qwen", "1f1b", (2, 2), {"padding": "real", "cp": 2, "remat": "selective"}),
+        ("one", "1f1b", (2, 2, 1, 2), {"padding": "real", "slices": 2}),
+    ],
+)
+def test_experts_take_no_padding(model, name, mesh, how):
+    """Loss, gradients, counts and drops are those of the real tokens alone."""
+    got, want = run(model, name, *mesh, poison_bubbles=True, **how)
+    assert_same(got, want)
+    config = problem(model)[0].config
+    tokens = got.aux.sums["expert_counts"].sum(1) / config.experts_per_token
+    assert (tokens == held().sum()).all()
+
+
+@pytest.mark.slow
+def test_the_kernel_of_gpus_agrees_with_the_reference(monkeypatch):
+    """A stand-in keeps uninitialized rows of no group, and buffers are half empty."""
+    monkeypatch.setitem(sys.modules, "tokamax", TOKAMAX)
+    how = {"remat": "selective", "product": multiply_by_kernel, "poison_bubbles": True}
+    assert_same(*run("qwen", "zb_h1", 2, 2, 1, 2, **how))
+
+
+@pytest.mark.slow
+def test_what_buffers_have_no_room_for_is_counted():
+    """All tokens go to one device, whose buffer has space for half of each device's."""
+    got, _ = run("one", "1f1b", 2, 2, 1, 2, crowded=True, room=1.0)
+    assert got.aux.sums["expert_rows_dropped"].tolist() == [TOKENS // 2] * 4
+    assert np.isfinite(got.losses).all()

@@ -1,0 +1,92 @@
+"""Models of the further families on meshes against one device, in float64: loss and gradients."""
+
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compare import assert_same
+from meshes import run
+from oracles import fused
+
+from jaxpipe.core.schedule import Lockstep
+from jaxpipe.core.split import POLICIES
+from jaxpipe.schedules import BUILDERS, FAMILIES, build
+
+CASES = {
+    # Two devices with one key/value head each, and four that share two.
+    "biased, tp": ("biased", "zb_h1", (2, 1, 2), {"sequence": True}),
+    "biased, shared heads": ("biased", "1f1b", (1, 2, 4), {"zero_stage": 3}),
+    "gemma3": ("gemma3", "1f1b", (2, 1, 2), {"sequence": True, "vocab_parallel": True}),
+    "gemma3, ZeRO 3, ring": ("gemma3", "zb_h1", (2, 2, 1), {"cp": 2, "heads": 1, "zero_stage": 3}),
+    "gemma3, packed, cp": ("packed_gemma3", "1f1b", (2, 2, 2), {"cp": 2, "sequence": True}),
+    "gpt_oss": ("gpt_oss", "zb_h1", (2, 2, 2), {"sequence": True, "ep": 2}),
+    "gpt_oss, packed, exchanged heads": (
+        "packed_gpt_oss",
+        "1f1b",
+        (2, 4, 1),
+        {"cp": 2, "heads": 2, "ep": 2, "zero_stage": 3},
+    ),
+    "gpt_oss, ring": ("gpt_oss", "1f1b", (2, 2, 2), {"cp": 2, "heads": 1}),
+    "gpt_oss, gathered keys": ("gpt_oss", "1f1b", (1, 2, 4), {"cp": 2, "sequence": True}),
+    "gpt_oss, slices": ("gpt_oss", "1f1b", (2, 1, 2), {"slices": 2}),
+    "gpt_oss, cuDNN": ("fused_gpt_oss", "1f1b", (2, 2, 2), {"cp": 2, "heads": 2}),
+    "llama4, packed, ring": (
+        "packed_llama4",
+        "zb_h1",
+        (2, 2, 2),
+        {"cp": 2, "heads": 1, "ep": 2, "slices": 2, "sequence": True, "zero_stage": 3},
+    ),
+    "llama4, exchanged heads": ("llama4", "dualpipe", (2, 4, 1), {"cp": 2, "heads": 2, "ep": 4}),
+    "llama4, gathered keys": ("llama4", "1f1b", (2, 2, 2), {"cp": 2, "remat": "full"}),
+    "gemma3, slices": ("gemma3", "1f1b", (2, 1, 2), {"slices": 2}),
+}
+FEW = [
+    "biased, shared heads",
+    "gemma3, packed, cp",
+    "gpt_oss, packed, exchanged heads",
+    "llama4, packed, ring",
+]
+
+
+@pytest.mark.extended
+@pytest.mark.slow(unless=FEW)
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_model_of_one_device(case, monkeypatch):
+    fused.stands_in(monkeypatch)
+    model, schedule, mesh, how = CASES[case]
+    lockstep = Lockstep(vocab_parallel=how.pop("vocab_parallel", False))
+    with jax.enable_x64(True):
+        got, want = run(model, schedule, *mesh, lockstep=lockstep, dtype=jnp.float64, **how)
+        assert_same(got, want)
+
+
+def cases():
+    """Yield attention sinks, and latent attention with a prediction, under every schedule.
+
+    All else combines: packed documents, ring attention, slices where the schedule has them, tensor
+    with sequence parallelism, experts and ZeRO 3 over replicas. On 4 ranks, where 8 devices are too
+    few for tp and replicas, the two alternate.
+    """
+    models = "packed_gpt_oss", "packed_mixture_ahead"
+    for (m, model), (s, schedule), pp in product(enumerate(models), enumerate(BUILDERS), (2, 4)):
+        replicas = {"cp": 2, "heads": 1, "ep": 2, "zero_stage": 3, "reshard_after_forward": True}
+        how = {"remat": list(POLICIES)[(s + m) % 3], "poison_bubbles": True}
+        if FAMILIES[schedule].has_option("slices"):
+            how["slices"] = 2
+        if pp == 2:
+            mesh, how = (2, 2, 2), how | replicas | {"sequence": True}
+        else:
+            mesh = (4, 2, 1) if (s + m) % 2 else (4, 1, 2)
+            how |= replicas if (s + m) % 2 else {"sequence": True}
+        yield pytest.param(model, schedule, mesh, how, id=f"{model}-{schedule}-{pp}")
+
+
+@pytest.mark.extended
+@pytest.mark.slow(unless=["packed_gpt_oss-v_min-2"])
+@pytest.mark.parametrize(("model", "schedule", "mesh", "how"), [*cases()])
+def test_every_schedule(model, schedule, mesh, how):
+    if build(schedule, pp=mesh[0], microbatches=8).stages == 8:
+        model += "_deep"
+    with jax.enable_x64(True):
+        assert_same(*run(model, schedule, *mesh, dtype=jnp.float64, **how))
