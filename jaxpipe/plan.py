@@ -37,7 +37,9 @@ from jaxpipe.config.paths import local_path
 from jaxpipe.config.units import parse_bytes
 from jaxpipe.core.schedule import write_schedule
 from jaxpipe.data.packing_estimate import PackingEstimate, estimate_packing
-from jaxpipe.gpu.cards import CARDS, parse_cards
+from jaxpipe.lab.gpu.cards import CARDS, parse_cards
+from jaxpipe.lab.search.command import check_arguments, search_layouts
+from jaxpipe.lab.search.table import LEGEND, search_as_json, search_table, write_config
 from jaxpipe.planning import (
     Devices,
     Estimate,
@@ -48,15 +50,13 @@ from jaxpipe.planning import (
     op_seconds,
     overlapped,
 )
-from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.helpers import helpers
 from jaxpipe.planning.page import write_plan_page
 from jaxpipe.planning.progress import PlanProgress
-from jaxpipe.planning.rules import rules_table
-from jaxpipe.planning.search_command import check_arguments, search_layouts
-from jaxpipe.planning.search_table import LEGEND, search_as_json, search_table, write_config
+from jaxpipe.planning.rules.across import check_settings
+from jaxpipe.planning.rules.listing import rules_table
+from jaxpipe.planning.rules.sizes import resolve_sizes
 from jaxpipe.planning.settings import changed, words_of
-from jaxpipe.planning.size_checks import resolve_sizes
 from jaxpipe.runtime import command
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.runtime.environment import usable_share
@@ -174,7 +174,7 @@ def _search(arguments: argparse.Namespace) -> int:
         )  # fmt: skip
         console.print(sentence, soft_wrap=True)
     if arguments.check_gpu:
-        from jaxpipe.gpu import several
+        from jaxpipe.lab.gpu import several
 
         found, table = several.compile_best(
             found[:3], arguments.check_gpu[0], arguments.devices[0], arguments.memory
@@ -292,7 +292,7 @@ def _compile_without_device() -> None:
 
 def _check_gpu(arguments: argparse.Namespace) -> int:
     _compile_without_device()
-    from jaxpipe.gpu import check, report, several
+    from jaxpipe.lab.gpu import check, report, several
 
     every = several.load_requests(
         arguments.config, arguments.overrides, arguments.check_gpu, arguments.devices or (),

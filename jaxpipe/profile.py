@@ -21,7 +21,7 @@ from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.arguments import parse, parser_of
 from jaxpipe.config.paths import local_path
 from jaxpipe.planning import Devices, resolve
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.runtime import command
 from jaxpipe.runtime.devices import check_devices
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
@@ -69,8 +69,8 @@ def profile(config: Config, out: Path) -> RankTicks:
     check_devices()
     import jax
 
+    from jaxpipe.run.measure.bubble import recorded, ticks
     from jaxpipe.training.batch_sharder import random_batch
-    from jaxpipe.training.bubble import recorded, ticks
     from jaxpipe.training.trainer import Trainer
 
     trainer = Trainer(resolve(config, Devices.present(jax.devices())))

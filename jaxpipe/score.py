@@ -31,7 +31,7 @@ from jaxpipe.inference.prepared import REFERENCE, PreparedFolder
 from jaxpipe.inference.settings import inference_config
 from jaxpipe.inference.token_sequences import check_ids, check_out, read_sequences, write_scores
 from jaxpipe.runtime import command, processes
-from jaxpipe.runtime.storage import local_copy
+from jaxpipe.runtime.storage.files import local_copy
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,20 +23,20 @@ from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.config.arguments import parse, parser_of, string_override
 from jaxpipe.config.paths import any_path, is_address, local_path
 from jaxpipe.planning import Devices, resolve_on_fewer
-from jaxpipe.planning.checks import check_settings
-from jaxpipe.planning.data_checks import check_data_given
-from jaxpipe.planning.expert_checks import check_recording
+from jaxpipe.planning.rules.across import check_settings
+from jaxpipe.planning.rules.data import check_data_given
+from jaxpipe.planning.rules.experts import check_recording
 from jaxpipe.runtime import command, position, processes
 from jaxpipe.runtime.arrival import arriving
 from jaxpipe.runtime.devices import check_devices
-from jaxpipe.runtime.directory import resolve_links
 from jaxpipe.runtime.environment import allow_open_files, use_cpu_devices, use_gpu_memory
 from jaxpipe.runtime.exit_code import ExitCode
-from jaxpipe.runtime.storage import AnyPath, open_path
-from jaxpipe.runtime.storage_errors import retry
+from jaxpipe.runtime.storage.directory import resolve_links
+from jaxpipe.runtime.storage.errors import retry
+from jaxpipe.runtime.storage.files import AnyPath, open_path
 
 if TYPE_CHECKING:
-    from jaxpipe.checkpoint.local_saves import LocalSaves
+    from jaxpipe.checkpoint.local.saves import LocalSaves
     from jaxpipe.data.sources import RunData
 
 
@@ -100,8 +100,8 @@ class _OfRun(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
         values: Any, option_string: str | None = None,
     ) -> None:  # fmt: skip
-        from jaxpipe.training.report import write_report
-        from jaxpipe.training.status import status
+        from jaxpipe.run.watch.report import write_report
+        from jaxpipe.run.watch.status import status
 
         read = {"status": status, "report": write_report}[self.dest]
         print(configs.mask_secrets(read(values)))
@@ -155,25 +155,25 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
     import jax
 
     from jaxpipe.checkpoint import CheckpointStore, StateKeying
-    from jaxpipe.checkpoint.serving import ServingFiles
+    from jaxpipe.checkpoint.hf.serving import ServingFiles
     from jaxpipe.data.warnings import data_warnings
-    from jaxpipe.runtime.compile_cache import use_compile_cache
-    from jaxpipe.runtime.compiler import check_version
-    from jaxpipe.runtime.directory import WriteGuard, check_shared, locked
-    from jaxpipe.runtime.ownership import Ownership
-    from jaxpipe.runtime.spool import Spool, local_folder
+    from jaxpipe.run.agreement import inputs_of_programs, programs_of, results_of
+    from jaxpipe.run.exports import Exports
+    from jaxpipe.run.history import note_start
+    from jaxpipe.run.loop import TrainLoop
+    from jaxpipe.run.start import DataPosition, describe, resolve_on_one_device, start
+    from jaxpipe.run.watch.loggers import open_loggers
+    from jaxpipe.run.watch.metrics import MetricsLog
+    from jaxpipe.run.watch.progress import Progress
+    from jaxpipe.run.watch.status import recordings
+    from jaxpipe.run.watch.summary import summary
+    from jaxpipe.runtime.programs.compile_cache import use_compile_cache
+    from jaxpipe.runtime.programs.compiler import check_version
+    from jaxpipe.runtime.storage.directory import WriteGuard, check_shared, locked
+    from jaxpipe.runtime.storage.ownership import Ownership
+    from jaxpipe.runtime.storage.spool import Spool, local_folder
     from jaxpipe.runtime.watchdog import Watchdog, place_of
-    from jaxpipe.training.agreement import inputs_of_programs, programs_of, results_of
-    from jaxpipe.training.exports import Exports
-    from jaxpipe.training.history import note_start
-    from jaxpipe.training.loggers import open_loggers
-    from jaxpipe.training.loop import TrainLoop
-    from jaxpipe.training.metrics import MetricsLog
-    from jaxpipe.training.progress import Progress
     from jaxpipe.training.routes import record
-    from jaxpipe.training.start import DataPosition, describe, resolve_on_one_device, start
-    from jaxpipe.training.status import recordings
-    from jaxpipe.training.summary import summary
     from jaxpipe.training.trainer import Trainer
 
     position.enter("plan")
@@ -203,7 +203,7 @@ def train(config: Config, *, only_seed: bool = False, record_routes: Path | None
         owner = stack.enter_context(Ownership(spool, lock))
         stack.enter_context(watchdog.files_in(spool))
         if plan.config.parallel.costs == "measure":
-            from jaxpipe.training.measured_costs import measure
+            from jaxpipe.run.measure.measured_costs import measure
 
             plan, message = measure(plan)
             messages.append(message)
@@ -286,7 +286,7 @@ def _local_saves(config: Config, directory: AnyPath) -> "LocalSaves | None":
     """The local saves of the run in this directory; None if it makes none."""
     if not config.checkpoint.local_every:
         return None
-    from jaxpipe.checkpoint.local_saves import LocalSaves, run_word
+    from jaxpipe.checkpoint.local.saves import LocalSaves, run_word
 
     return LocalSaves(Path(config.checkpoint.local_dir), run_word(directory))
 

@@ -22,10 +22,10 @@ from rich.table import Table
 
 from jaxpipe import config as configs
 from jaxpipe.config.arguments import parse, parser_of
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.lab.verification.shrinking import SmallerRun, shrink
+from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.runtime import command
 from jaxpipe.runtime.environment import use_cpu_devices
-from jaxpipe.verification.shrinking import SmallerRun, shrink
 
 TOLERANCE = 1e-9  # largest relative error; float64 sums in another order differ by about 1e-14
 
@@ -60,7 +60,7 @@ def _start_devices(run: SmallerRun) -> None:
 
 def _verify(run: SmallerRun) -> int:
     # Needs jax, which reads the environment when it starts.
-    from jaxpipe.verification.verifying import Verification
+    from jaxpipe.lab.verification.verifying import Verification
 
     deviations = Verification(run.config, _say).deviations()
     wrong = [one for one in deviations if not one.error <= TOLERANCE]
@@ -74,7 +74,7 @@ def _verify(run: SmallerRun) -> int:
 
 
 def _self_test(run: SmallerRun) -> int:
-    from jaxpipe.verification.self_test import plant_all
+    from jaxpipe.lab.verification.self_test import plant_all
 
     table, missed = Table("planted fault", "noticed by", "error", "in"), []
     for fault, worst in plant_all(run.config, _say):

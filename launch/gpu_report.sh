@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every measurement for one GPU, most valuable first:
 # correctness, ops, steps, experts, packed and long rows. Needs Python 3.11 to 3.13 and a driver.
-#   ./launch/gpu_report.sh [--minutes 30] [--items NAME ...]    # into jaxpipe/bench/results/gpu.json
+#   ./launch/gpu_report.sh [--minutes 30] [--items NAME ...]    # into jaxpipe/lab/bench/results/gpu.json
 #   ./launch/gpu_report.sh --cpu --out /tmp/report.json         # tiny sizes, to try the report
 # Results are kept if it is interrupted; the same command continues.
 set -euo pipefail
@@ -19,7 +19,7 @@ case " $* " in
         exit 1
     fi
     export JAX_PLATFORMS=cuda
-    set -- --out jaxpipe/bench/results/gpu.json "$@" # another --out takes its place
+    set -- --out jaxpipe/lab/bench/results/gpu.json "$@" # another --out takes its place
     ;;
 esac
 prepare test

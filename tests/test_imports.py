@@ -76,7 +76,7 @@ def test_row_zero_does_not_import_jax(name):
 @pytest.mark.extended
 def test_a_trainer_needs_no_plots_and_no_event_files():
     code = (
-        "import sys, jaxpipe.training.trainer, jaxpipe.training.loop;"
+        "import sys, jaxpipe.training.trainer, jaxpipe.run.loop;"
         "sys.exit(bool({'matplotlib', 'tensorboardX', 'chex'} & {*sys.modules}))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -16,7 +16,7 @@ from test_readme import HOME, PAGES, commands, module_and_words, name
 from tokenizer_folders import N, folder
 
 from jaxpipe import config as configs
-from jaxpipe.verification.shrinking import shrink
+from jaxpipe.lab.verification.shrinking import shrink
 
 # Commands that other tests run, as patterns: they need a cluster, a package or a network.
 ELSEWHERE = {
@@ -48,8 +48,8 @@ SHORT = {
 # For a configuration that `import` wrote: the devices of a test.
 EIGHT = "train.seq_len=64 parallel.dp=8 parallel.zero_stage=0 runtime.cpu_devices=8"
 SLOW = [
-    "README.md", "jaxpipe/bench/*", "jaxpipe/model/README.md", "jaxpipe/model/moe/*",
-    "jaxpipe/planning/*", "jaxpipe/verification/*",
+    "README.md", "jaxpipe/lab/bench/*", "jaxpipe/model/README.md", "jaxpipe/model/layers/moe/*",
+    "jaxpipe/planning/*", "jaxpipe/lab/verification/*",
 ]  # fmt: skip
 STANDS_FOR = {"HF_DIR": "models/llama", "PYTHON": sys.executable}
 TEMPLATE = (

@@ -20,31 +20,31 @@ import jax
 from rich.console import Console
 
 from jaxpipe import config as configs
-from jaxpipe.checkpoint.adapters import SETTINGS as ADAPTER_CONFIG
-from jaxpipe.checkpoint.adapters import export_adapters
 from jaxpipe.checkpoint.compatibility import check_same_settings
-from jaxpipe.checkpoint.huggingface import (
+from jaxpipe.checkpoint.hf.adapters import SETTINGS as ADAPTER_CONFIG
+from jaxpipe.checkpoint.hf.adapters import export_adapters
+from jaxpipe.checkpoint.hf.parameters import (
     export_huggingface,
     ignored_tensors,
     import_huggingface,
     read_config,
     training_settings,
 )
+from jaxpipe.checkpoint.hf.serving import ServingFiles
+from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
+from jaxpipe.checkpoint.hf.write_config import write_config
 from jaxpipe.checkpoint.inspection import describe_checkpoint
 from jaxpipe.checkpoint.listing import find_newest
 from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
-from jaxpipe.checkpoint.serving import ServingFiles
-from jaxpipe.checkpoint.streaming import StoredCheckpoint
-from jaxpipe.checkpoint.write_config import write_config
 from jaxpipe.config import mask_secrets
 from jaxpipe.config.arguments import SETTINGS, Parser, parse_commands
 from jaxpipe.config.paths import any_path
 from jaxpipe.config.units import parse_bytes
 from jaxpipe.model import FAMILIES
 from jaxpipe.runtime import command
-from jaxpipe.runtime.directory import locked
-from jaxpipe.runtime.spool import local_folder
-from jaxpipe.runtime.storage import local_copy, open_path, written
+from jaxpipe.runtime.storage.directory import locked
+from jaxpipe.runtime.storage.files import local_copy, open_path, written
+from jaxpipe.runtime.storage.spool import local_folder
 from jaxpipe.tokenizer.files import VOCABULARIES
 
 DTYPES = ("float32", "bfloat16", "float16")  # dtypes of exported weights

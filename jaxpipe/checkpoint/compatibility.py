@@ -16,7 +16,7 @@ import msgspec
 from jaxpipe.checkpoint.exclusion import leaves_by_name
 from jaxpipe.config import Config, ConfigError, LoraConfig, first_line
 from jaxpipe.model import ModelConfig
-from jaxpipe.model.lora import NAME as LORA
+from jaxpipe.model.layers.lora import NAME as LORA
 
 Tree = Any
 # Raises `ConfigError` for a path and metadata of another run or model. Returns the sizes in which

@@ -18,8 +18,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpipe.checkpoint.integrity import write_checksums
-from jaxpipe.runtime.storage import open_path
-from jaxpipe.runtime.storage_errors import retry
+from jaxpipe.runtime.storage.errors import retry
+from jaxpipe.runtime.storage.files import open_path
 
 
 class _ArrayProxy:

@@ -9,11 +9,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.checkpoint.listing import find_newest, list_steps
-from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import mask_secrets
 from jaxpipe.config.units import readable_bytes
-from jaxpipe.runtime.storage import AnyPath
+from jaxpipe.runtime.storage.files import AnyPath
 
 
 def describe_checkpoint(directory: AnyPath) -> RenderableType:

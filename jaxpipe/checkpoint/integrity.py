@@ -18,9 +18,10 @@ from typing import Any
 import xxhash
 
 from jaxpipe.config import ConfigError, first_line
-from jaxpipe.runtime import position, processes, storage
-from jaxpipe.runtime.storage import AnyPath
-from jaxpipe.runtime.storage_errors import as_os_errors
+from jaxpipe.runtime import position, processes
+from jaxpipe.runtime.storage import files as storage
+from jaxpipe.runtime.storage.errors import as_os_errors
+from jaxpipe.runtime.storage.files import AnyPath
 
 Meta = dict[str, Any]
 FORMAT = 2  # incremented when the keys on disk change (`disk_keys.py`)

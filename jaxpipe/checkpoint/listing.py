@@ -7,9 +7,9 @@ from typing import Any
 from jaxpipe.checkpoint.compatibility import Check
 from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import is_address
-from jaxpipe.runtime import storage
-from jaxpipe.runtime.storage import COMMIT, AnyPath, absolute
-from jaxpipe.runtime.storage_errors import as_os_errors
+from jaxpipe.runtime.storage import files as storage
+from jaxpipe.runtime.storage.errors import as_os_errors
+from jaxpipe.runtime.storage.files import COMMIT, AnyPath, absolute
 
 _LOOKS, _LOOK_SECONDS = 5, 0.2  # at a checkpoint that may be being removed
 

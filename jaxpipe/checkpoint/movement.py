@@ -9,7 +9,7 @@ from jaxpipe.checkpoint.integrity import are_compared
 from jaxpipe.checkpoint.listing import list_unfinished
 from jaxpipe.config.paths import is_address
 from jaxpipe.runtime.connections import bytes_to_stores
-from jaxpipe.runtime.storage import AnyPath
+from jaxpipe.runtime.storage.files import AnyPath
 
 _OF_PROCESS = "ocdbt.process_"  # begins the name of Orbax's folder of one process
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import is_address
-from jaxpipe.runtime.storage import COMMIT, AnyPath
+from jaxpipe.runtime.storage.files import COMMIT, AnyPath
 
 _PREFIXES = ("gs://", "s3://")
 

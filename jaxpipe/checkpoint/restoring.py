@@ -19,7 +19,7 @@ from jaxpipe.checkpoint.integrity import (
 from jaxpipe.checkpoint.keying import StateKeying
 from jaxpipe.checkpoint.memory import return_freed_memory
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime.storage import AnyPath
+from jaxpipe.runtime.storage.files import AnyPath
 
 Tree = Any
 Meta = dict[str, Any]

@@ -12,7 +12,7 @@ from typing import Any
 from jaxpipe.checkpoint.integrity import DamagedError, read_meta
 from jaxpipe.config import ConfigError
 from jaxpipe.runtime import processes
-from jaxpipe.runtime.storage import AnyPath
+from jaxpipe.runtime.storage.files import AnyPath
 
 LINEAGE = "run"  # metadata entry: a word for the run that has saved the checkpoint
 

@@ -22,9 +22,9 @@ from jaxpipe.checkpoint.restoring import Meta, Tree, read_state
 from jaxpipe.checkpoint.retention import LINEAGE, Retention
 from jaxpipe.checkpoint.save_barrier import Manager, SaveBarrier
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime import position, processes, storage
-from jaxpipe.runtime.storage import AnyPath
-from jaxpipe.runtime.storage_errors import (
+from jaxpipe.runtime import position, processes
+from jaxpipe.runtime.storage import files as storage
+from jaxpipe.runtime.storage.errors import (
     as_os_errors,
     is_over,
     passes,
@@ -33,9 +33,10 @@ from jaxpipe.runtime.storage_errors import (
     retry,
     wait,
 )
+from jaxpipe.runtime.storage.files import AnyPath
 
 if TYPE_CHECKING:
-    from jaxpipe.checkpoint.local_saves import LocalSaves
+    from jaxpipe.checkpoint.local.saves import LocalSaves
 
 _AS_LONG_AS_IT_MOVES = 30 * 86400  # seconds; the watchdog ends a save that does not move
 _PAUSE = 5.0  # seconds until what storage did not answer is asked again
@@ -53,7 +54,7 @@ class CheckpointStore:
     >>> import jax, tempfile
     >>> import jax.numpy as jnp
     >>> from jaxpipe.core.mesh import Sharding, StageLayout, make_mesh
-    >>> from jaxpipe.runtime.storage import open_path
+    >>> from jaxpipe.runtime.storage.files import open_path
     >>> layout, mesh = StageLayout((2,)), make_mesh(pp=1, devices=jax.devices()[:1])
     >>> layers = layout.stack([{"up": jnp.ones(8)}] * 2)
     >>> params = {"embed_head": {"norm": jnp.ones(4)}, "layers": layers}

@@ -36,7 +36,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     An override is a line of TOML. A value that is not valid TOML is read as a string, so
     `parallel.schedule=gpipe` needs no quotes. Rules across settings are checked by
-    `jaxpipe.planning.checks`.
+    `jaxpipe.planning.rules.across`.
     """
     check_local("CONFIG", str(path))
     path = Path(path)

@@ -19,15 +19,15 @@ from jaxpipe.config import ConfigError
 from jaxpipe.config.arguments import Parser
 from jaxpipe.config.paths import any_path
 from jaxpipe.config.units import parse_bytes, readable_bytes
-from jaxpipe.data.inspection import describe_folder
-from jaxpipe.data.journal import is_unfinished
-from jaxpipe.data.manifest import JOURNAL, MANIFEST
-from jaxpipe.data.prepare import PrepareOptions, prepare
-from jaxpipe.data.workers import WorkerDiedError
+from jaxpipe.data.prepare.inspection import describe_folder
+from jaxpipe.data.prepare.journal import is_unfinished
+from jaxpipe.data.prepare.preparation import PrepareOptions, prepare
+from jaxpipe.data.prepare.workers import WorkerDiedError
+from jaxpipe.data.shards.manifest import JOURNAL, MANIFEST
 from jaxpipe.runtime import command
-from jaxpipe.runtime.remote_output import remote_output
-from jaxpipe.runtime.storage import folder_size, local_copy
-from jaxpipe.runtime.storage_errors import remedy_of
+from jaxpipe.runtime.storage.errors import remedy_of
+from jaxpipe.runtime.storage.files import folder_size, local_copy
+from jaxpipe.runtime.storage.remote_output import remote_output
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from jaxpipe.data.balance import RowBalance
 from jaxpipe.data.read_ahead import ReadAhead
 from jaxpipe.data.samples import PADDING, Sample, TokenSamples
 from jaxpipe.model.loss import IGNORE
-from jaxpipe.runtime.storage_errors import retry
+from jaxpipe.runtime.storage.errors import retry
 
 Batch = dict[str, np.ndarray]
 LengthOf = Callable[[int], int]  # L of a step, given the number of tokens of its longest row

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxpipe.config import ConfigError, DataConfig
-from jaxpipe.data.manifest import MANIFEST, HistogramBin, read_manifest
 from jaxpipe.data.packing import count_slots, pack_documents
+from jaxpipe.data.shards.manifest import MANIFEST, HistogramBin, read_manifest
 
 _MOST = 1 << 20  # limit on documents in the sample
 

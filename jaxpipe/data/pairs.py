@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.documents import ShardedDocuments
 from jaxpipe.data.samples import Sample, make_sample
+from jaxpipe.data.shards.documents import ShardedDocuments
 
 ANSWERS = ("chosen", "rejected")
 OF_PAIR = len(ANSWERS)  # documents

@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.documents import ShardedDocuments
 from jaxpipe.data.packing import Packing
+from jaxpipe.data.shards.documents import ShardedDocuments
 from jaxpipe.model.loss import IGNORE
 
 Sample = dict[str, np.ndarray]  # `inputs`, `targets` and other inputs of layers, int32 [L]

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.documents import ShardedDocuments
-from jaxpipe.data.manifest import read_manifest
-from jaxpipe.data.token_files import find_bare_files, find_prepared_folders
+from jaxpipe.data.shards.documents import ShardedDocuments
+from jaxpipe.data.shards.manifest import read_manifest
+from jaxpipe.data.shards.token_files import find_bare_files, find_prepared_folders
 
 
 def check_disjoint(

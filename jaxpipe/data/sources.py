@@ -11,7 +11,6 @@ from jaxpipe.config.paths import is_address
 from jaxpipe.data.balance import BalancedOrder
 from jaxpipe.data.batches import DataSplit, SourceSamples, heldout_order, training_order
 from jaxpipe.data.corpus import open_corpus_documents
-from jaxpipe.data.documents import ShardedDocuments
 from jaxpipe.data.packing import pack_documents
 from jaxpipe.data.pairs import OF_PAIR, PairOrder, PairSamples
 from jaxpipe.data.samples import (
@@ -21,13 +20,11 @@ from jaxpipe.data.samples import (
     StreamSamples,
     TokenSamples,
 )
+from jaxpipe.data.shards.documents import ShardedDocuments
+from jaxpipe.data.shards.token_files import check_tokenizers, open_documents
+from jaxpipe.data.shards.tokens import BareShard
 from jaxpipe.data.source_checks import check_disjoint, check_records
-from jaxpipe.data.token_files import (
-    check_tokenizers,
-    open_documents,
-)
-from jaxpipe.data.tokens import BareShard
-from jaxpipe.runtime.storage import local_copy
+from jaxpipe.runtime.storage.files import local_copy
 
 DUMMY_SAMPLES = 1 << 20
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.limits import bounded
 from jaxpipe.data.optional import import_optional
+from jaxpipe.data.prepare.limits import bounded
 from jaxpipe.inference.generation import Generator
 from jaxpipe.inference.loaded_model import LoadedModel
 from jaxpipe.inference.sampling import GREEDY, Sampling

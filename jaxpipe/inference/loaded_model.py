@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from msgspec import structs
 
 from jaxpipe.checkpoint.compatibility import check_same_settings
-from jaxpipe.checkpoint.placing import place_parameters
+from jaxpipe.checkpoint.hf.placing import place_parameters
 from jaxpipe.config import Config, to_toml
 from jaxpipe.core.executor import Pipeline
 from jaxpipe.inference.saved_model import SavedModel

@@ -9,18 +9,18 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from jaxpipe.checkpoint import find_newest
-from jaxpipe.checkpoint.huggingface import (
+from jaxpipe.checkpoint.hf.parameters import (
     model_settings,
     open_tensors,
     read_config,
     read_serving_files,
 )
-from jaxpipe.checkpoint.placing import ParamPath, Read
-from jaxpipe.checkpoint.serving import ServingFiles
-from jaxpipe.checkpoint.streaming import StoredCheckpoint
+from jaxpipe.checkpoint.hf.placing import ParamPath, Read
+from jaxpipe.checkpoint.hf.serving import ServingFiles
+from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.config import Config, ConfigError, build
 from jaxpipe.model import ModelConfig
-from jaxpipe.runtime.storage import AnyPath, local_copy, open_path
+from jaxpipe.runtime.storage.files import AnyPath, local_copy, open_path
 
 Tree = Any
 

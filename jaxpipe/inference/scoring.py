@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpipe.inference.loaded_model import LoadedModel
+from jaxpipe.model.layers.moe.balance import REAL
 from jaxpipe.model.loss import IGNORE
-from jaxpipe.model.moe.balance import REAL
 from jaxpipe.training.scores import BatchScores
 
 

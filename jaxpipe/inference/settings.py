@@ -7,7 +7,7 @@ from msgspec import structs
 
 from jaxpipe.config import Config, ConfigError, DataConfig, build, read_overrides
 from jaxpipe.model import ModelConfig
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.rules.across import check_settings
 
 _EXAMPLES = 4  # sequences of a microbatch and replica, unless `train.microbatch_size` is given
 LENGTH_MULTIPLE = 128  # lengths are rounded up to a multiple of it [tokens], for fewer programs

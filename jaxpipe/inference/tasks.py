@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from jaxpipe.checkpoint.serving import ServingFiles
+from jaxpipe.checkpoint.hf.serving import ServingFiles
 from jaxpipe.config import ConfigError
 from jaxpipe.data.optional import import_optional
 from jaxpipe.inference.harness import PURPOSE, harness_model

@@ -6,9 +6,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.chat_templates import load_chat_template
-from jaxpipe.data.records import ChatMessage
-from jaxpipe.data.tokenizing import ByteTokenizer, read_tokenizer
+from jaxpipe.data.prepare.chat_templates import load_chat_template
+from jaxpipe.data.prepare.records import ChatMessage
+from jaxpipe.data.prepare.tokenizing import ByteTokenizer, read_tokenizer
 from jaxpipe.inference.saved_model import SavedModel
 from jaxpipe.tokenizer.files import TOKENIZER
 

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from jaxpipe.inference.sampling import Sampling
+from jaxpipe.model.layers.moe.balance import REAL
 from jaxpipe.model.loss import IGNORE
-from jaxpipe.model.moe.balance import REAL
 from jaxpipe.runtime import position
 from jaxpipe.training.scores import outputs_program
 from jaxpipe.training.trainer import Trainer

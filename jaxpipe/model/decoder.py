@@ -17,10 +17,12 @@ from jaxpipe.core.contract.devices import ONE_DEVICE, OneDevice
 from jaxpipe.core.contract.experts import ALL_EXPERTS, AllExperts
 from jaxpipe.core.contract.parameter import ParamSpec
 from jaxpipe.core.contract.sequence import FULL_SEQUENCE, FullSequence
-from jaxpipe.model.attention import CachedKeys, CausalAttention
+from jaxpipe.model.attention.causal import CachedKeys, CausalAttention
 from jaxpipe.model.decoder_config import DecoderConfig
-from jaxpipe.model.dropout import NO_MASKS, Dropout, Masks
-from jaxpipe.model.fp8 import PLAIN, Precision
+from jaxpipe.model.kernels.cudnn_packed import RowDocuments
+from jaxpipe.model.layers.dropout import NO_MASKS, Dropout, Masks
+from jaxpipe.model.layers.fp8 import PLAIN, Precision
+from jaxpipe.model.layers.parts import EmbedHeadParts, Init, LayerInputs, LayerParts, init_from
 from jaxpipe.model.loss import (
     CHOICES,
     IGNORE,
@@ -36,8 +38,6 @@ from jaxpipe.model.loss import (
     softcap,
 )
 from jaxpipe.model.objective import Objective
-from jaxpipe.model.packed import RowDocuments
-from jaxpipe.model.parts import EmbedHeadParts, Init, LayerInputs, LayerParts, init_from
 
 Tree = Any
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.core.contract.devices import ONE_DEVICE, OneDevice
-from jaxpipe.model.parts import local_entries
+from jaxpipe.model.layers.parts import local_entries
 
 IGNORE = -100  # target of tokens that the loss ignores
 

@@ -2,11 +2,9 @@
 
 from jaxpipe.planning.advice import Advice, advise
 from jaxpipe.planning.candidates import arrange_variant
-from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.devices import Devices
-from jaxpipe.planning.estimate import Estimate, estimate, estimates, overlapped
-from jaxpipe.planning.fewer import resolve_on_fewer
-from jaxpipe.planning.hardware import (
+from jaxpipe.planning.cost.costs import costs_of
+from jaxpipe.planning.cost.estimate import Estimate, estimate, estimates, overlapped
+from jaxpipe.planning.cost.hardware import (
     ITEMSIZE,
     Hardware,
     LayerSeconds,
@@ -17,7 +15,9 @@ from jaxpipe.planning.hardware import (
     read_own,
     write_own,
 )
-from jaxpipe.planning.memory import RankBytes, layout_of, rank_bytes
+from jaxpipe.planning.cost.memory import RankBytes, layout_of, rank_bytes
+from jaxpipe.planning.devices import Devices
+from jaxpipe.planning.fewer import resolve_on_fewer
 from jaxpipe.planning.resolve import RunPlan, arrange, resolve
 from jaxpipe.planning.table import Plan
 

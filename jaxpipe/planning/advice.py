@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from jaxpipe.config import Config
 from jaxpipe.core.schedule import ScheduleError, simulate
 from jaxpipe.planning.candidates import arrange_variant, sizes_of, variant_of
-from jaxpipe.planning.estimate import Estimate, estimate
+from jaxpipe.planning.cost.estimate import Estimate, estimate
 from jaxpipe.planning.resolve import RunPlan
 from jaxpipe.runtime.environment import usable_share
 from jaxpipe.schedules import FAMILIES

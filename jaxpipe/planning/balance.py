@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from jaxpipe.config import Config
 from jaxpipe.core.schedule import Placement
-from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.hardware import Hardware, LayerSeconds, op_seconds
+from jaxpipe.planning.cost.costs import costs_of
+from jaxpipe.planning.cost.hardware import Hardware, LayerSeconds, op_seconds
 from jaxpipe.schedules import LIMITS, shorter_and_shorter
 
 _OPS = ("F", "B", "W")

@@ -4,11 +4,11 @@ from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.core.schedule import ScheduleError
+from jaxpipe.planning.cost.hardware import OpSeconds
 from jaxpipe.planning.devices import Devices
-from jaxpipe.planning.fused_checks import check_fused
-from jaxpipe.planning.hardware import OpSeconds
 from jaxpipe.planning.loops import unroll_if_needed
 from jaxpipe.planning.resolve import QUICK, RunPlan, arrange
+from jaxpipe.planning.rules.fused import check_fused
 from jaxpipe.schedules import FAMILIES, ScheduleVariant, VariantSizes, find_family
 
 

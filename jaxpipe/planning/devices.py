@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jaxpipe.config import Config
-from jaxpipe.planning.hardware import Hardware
+from jaxpipe.planning.cost.hardware import Hardware
 from jaxpipe.runtime.devices import DEVICES, data_sheet_of, device_memory
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from msgspec import structs
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.units import readable_bytes
-from jaxpipe.planning.checks import check_settings
 from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.resolve import RunPlan, resolve
-from jaxpipe.planning.size_checks import may_shrink, resolve_sizes
+from jaxpipe.planning.rules.across import check_settings
+from jaxpipe.planning.rules.sizes import may_shrink, resolve_sizes
 from jaxpipe.runtime.environment import usable_share
 
 _CHANGED = (("parallel", "pp"), ("parallel", "dp"), ("parallel", "dp_replicate"),

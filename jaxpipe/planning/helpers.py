@@ -36,5 +36,5 @@ def helpers(forwards: int) -> Iterator[Executor | None]:
 def begin() -> None:
     """Initialise a worker: disable the garbage collector, and import what an estimate needs."""
     gc.disable()
-    for module in ("jaxpipe.planning.estimate", "jaxpipe.core.executor"):
+    for module in ("jaxpipe.planning.cost.estimate", "jaxpipe.core.executor"):
         import_module(module)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from jaxpipe.config import Config
 from jaxpipe.config.units import parse_bytes, readable_bytes
 from jaxpipe.core.schedule import MemoryCosts, ScheduleError
-from jaxpipe.planning.costs import ITEMSIZE, costs_of
-from jaxpipe.planning.memory import logits_of, rank_bytes
+from jaxpipe.planning.cost.costs import ITEMSIZE, costs_of
+from jaxpipe.planning.cost.memory import logits_of, rank_bytes
 from jaxpipe.runtime.environment import usable_share
 from jaxpipe.schedules import LIMITS
 

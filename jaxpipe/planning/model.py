@@ -10,9 +10,9 @@ from jaxpipe.core.mesh import ContextParallel, ExpertParallel, TensorParallel, V
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.family import Model
-from jaxpipe.model.fp8 import Fp8
-from jaxpipe.model.lora import Adapters, LoraDecoder
-from jaxpipe.model.moe.products import GroupedProduct, choose_grouped_product
+from jaxpipe.model.layers.fp8 import Fp8
+from jaxpipe.model.layers.lora import Adapters, LoraDecoder
+from jaxpipe.model.layers.moe.products import GroupedProduct, choose_grouped_product
 from jaxpipe.planning.objective import objective_of
 
 

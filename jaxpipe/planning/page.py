@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe.config import ConfigError
-from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.estimate import Estimate
+from jaxpipe.planning.cost.costs import costs_of
+from jaxpipe.planning.cost.estimate import Estimate
 from jaxpipe.planning.limits import stage_memory
 from jaxpipe.planning.table import Plan
 from jaxpipe.schedules.timing.figure import LOOKS, timed_boxes

@@ -24,13 +24,13 @@ from jaxpipe.core.schedule import (
 )
 from jaxpipe.core.schedule.scan import optimize_pace, scan_time
 from jaxpipe.planning.balance import balanced_splits
-from jaxpipe.planning.device_checks import check_devices
+from jaxpipe.planning.cost.hardware import OpSeconds, op_seconds
+from jaxpipe.planning.cost.memory import RankBytes, layout_of, rank_bytes
 from jaxpipe.planning.devices import Devices
-from jaxpipe.planning.hardware import OpSeconds, op_seconds
 from jaxpipe.planning.limits import activation_limit_of
 from jaxpipe.planning.loops import unroll_layers
-from jaxpipe.planning.memory import RankBytes, layout_of, rank_bytes
-from jaxpipe.planning.size_checks import resolve_sizes
+from jaxpipe.planning.rules.devices import check_devices
+from jaxpipe.planning.rules.sizes import resolve_sizes
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedules import build, check_memory, find_family
 

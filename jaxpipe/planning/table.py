@@ -12,9 +12,9 @@ from rich.table import Table
 from jaxpipe.config import Config
 from jaxpipe.planning.advice import Advice
 from jaxpipe.planning.candidates import with_variant
-from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.estimate import Estimate, gain_over
-from jaxpipe.planning.hardware import OpSeconds
+from jaxpipe.planning.cost.costs import costs_of
+from jaxpipe.planning.cost.estimate import Estimate, gain_over
+from jaxpipe.planning.cost.hardware import OpSeconds
 from jaxpipe.planning.settings import changed, words_of
 from jaxpipe.schedules import FAMILIES
 

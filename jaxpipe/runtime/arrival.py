@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterator
 from typing import NoReturn
 
-from jaxpipe.runtime import processes, storage
-from jaxpipe.runtime.directory import remove_with_folders
+from jaxpipe.runtime import processes
 from jaxpipe.runtime.exit_code import ExitCode
-from jaxpipe.runtime.storage_errors import as_os_errors
+from jaxpipe.runtime.storage import files as storage
+from jaxpipe.runtime.storage.directory import remove_with_folders
+from jaxpipe.runtime.storage.errors import as_os_errors
 
 SECONDS = 280.0  # until the others are given up; jax aborts at 300
 _FOLDER = "arrived"  # in the run directory

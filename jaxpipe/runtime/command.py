@@ -12,7 +12,7 @@ from jaxpipe.config import ConfigError, first_line, mask_secrets
 from jaxpipe.core.schedule import ScheduleError
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.exit_code import ExitCode
-from jaxpipe.runtime.storage_errors import passes
+from jaxpipe.runtime.storage.errors import passes
 
 
 def run(

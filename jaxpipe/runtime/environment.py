@@ -63,7 +63,7 @@ def use_cpu_devices(count: int) -> None:
     import jax
 
     from jaxpipe.core.jax_internals import give_collectives_channels
-    from jaxpipe.runtime.collective_order import store_loadable_programs
+    from jaxpipe.runtime.programs.collective_order import store_loadable_programs
 
     give_collectives_channels()
     store_loadable_programs()

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from jaxpipe.config import first_line
 from jaxpipe.runtime import position
 from jaxpipe.runtime.bounded_server import BoundedServer
-from jaxpipe.runtime.directory import remove_with_folders
+from jaxpipe.runtime.storage.directory import remove_with_folders
 
 _NAME = re.compile(r"[\w-]+(/[\w-]+)*\.\w+", re.ASCII)  # of a file in the folder
 _SECONDS = 60  # that a connection which has the word may be silent

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime.coordination import SILENT_SECONDS, Service, Watch
-from jaxpipe.runtime.storage_errors import passes
+from jaxpipe.runtime.storage.errors import passes
 
 
 class NotMetError(Exception):

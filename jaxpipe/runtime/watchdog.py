@@ -30,10 +30,10 @@ import numpy as np
 
 from jaxpipe.runtime import position, processes
 from jaxpipe.runtime.activity import activity
-from jaxpipe.runtime.directory import remove_with_folders
 from jaxpipe.runtime.exit_code import ExitCode
-from jaxpipe.runtime.spool import Spool
-from jaxpipe.runtime.verdict import Report, Verdict, verdict
+from jaxpipe.runtime.hang_cause import Report, Verdict, verdict
+from jaxpipe.runtime.storage.directory import remove_with_folders
+from jaxpipe.runtime.storage.spool import Spool
 
 Result = TypeVar("Result")
 

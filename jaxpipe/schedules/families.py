@@ -12,9 +12,9 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 from jaxpipe.core.schedule.action import Placement, Schedule, ScheduleError
-from jaxpipe.core.schedule.bidirectional import dualpipe, dualpipev
-from jaxpipe.core.schedule.custom import build_custom
-from jaxpipe.core.schedule.loop import (
+from jaxpipe.core.schedule.orders.bidirectional import dualpipe, dualpipev
+from jaxpipe.core.schedule.orders.custom import build_custom
+from jaxpipe.core.schedule.orders.loop import (
     bfs,
     gpipe,
     interleaved_1f1b,
@@ -23,7 +23,7 @@ from jaxpipe.core.schedule.loop import (
     zb_h1,
     zb_h2,
 )
-from jaxpipe.core.schedule.vshape import one_f_one_b_v
+from jaxpipe.core.schedule.orders.vshape import one_f_one_b_v
 from jaxpipe.schedules.search.automatic import zb_auto
 from jaxpipe.schedules.search.target import Target
 from jaxpipe.schedules.search.vshape import search_v_shape

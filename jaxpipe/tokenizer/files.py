@@ -13,7 +13,7 @@ import msgspec
 
 from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import is_address
-from jaxpipe.runtime.storage import local_copy
+from jaxpipe.runtime.storage.files import local_copy
 
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"

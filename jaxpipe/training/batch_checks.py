@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.model.ahead import ahead_keys
+from jaxpipe.model.layers.moe.balance import REAL, ROUTES
 from jaxpipe.model.loss import CHOICES, IGNORE
-from jaxpipe.model.moe.balance import REAL, ROUTES
 
 Batch = dict[str, np.ndarray]
 SAMPLES = "samples"  # batch key of the numbers of a row's sample in the run, which dropout needs

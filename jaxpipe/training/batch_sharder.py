@@ -14,7 +14,7 @@ from jaxpipe.config import Config, ConfigError
 from jaxpipe.core.mesh import batch_spec, shard_batch
 from jaxpipe.data.balance import RowBalance
 from jaxpipe.model.ahead import ahead_keys, rows_ahead
-from jaxpipe.model.moe.balance import REAL
+from jaxpipe.model.layers.moe.balance import REAL
 from jaxpipe.training.argument_checks import check_position
 from jaxpipe.training.batch_checks import SAMPLES, check_batch, dtype_of
 

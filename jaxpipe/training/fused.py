@@ -24,9 +24,9 @@ from jaxpipe.core.executor import Pipeline
 from jaxpipe.core.executor.reference import StepOutput
 from jaxpipe.core.mesh.flags import choose
 from jaxpipe.schedules import fuse_steps
-from jaxpipe.training.rates import step_metrics
 from jaxpipe.training.state import State
 from jaxpipe.training.step_guard import StepGuard
+from jaxpipe.training.step_metrics import step_metrics
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any

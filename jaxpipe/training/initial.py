@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, ParamSharding, Sharding, StageLayout
 from jaxpipe.model.family import Model
-from jaxpipe.runtime.program_store import ProgramStore
+from jaxpipe.runtime.programs.program_store import ProgramStore
 
 Tree = Any
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpipe.config import ConfigError
 from jaxpipe.core.executor import Pipeline
 from jaxpipe.core.executor.reference import StepOutput
-from jaxpipe.model.lora import with_fields
+from jaxpipe.model.layers.lora import with_fields
 from jaxpipe.model.loss import CHOICES, ScoreOptions, TokenScores
 from jaxpipe.runtime import position
 from jaxpipe.training.argument_checks import check_temperature, is_integer

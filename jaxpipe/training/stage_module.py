@@ -16,7 +16,7 @@ from jaxpipe.core.schedule import compute_layer_assignment
 from jaxpipe.flax_models import Stage
 from jaxpipe.model import FAMILIES, ModelConfig
 from jaxpipe.model.decoder import CausalDecoder
-from jaxpipe.model.parts import EmbedHeadParts, init_from
+from jaxpipe.model.layers.parts import EmbedHeadParts, init_from
 
 Tree = Any
 
@@ -51,7 +51,7 @@ def build_stage_module(
       ValueError: there are fewer layers than stages, or no such stage; embedding and head are one
         matrix; layers have experts or dropout.
 
-    >>> from jaxpipe.model.llama.config import LlamaConfig
+    >>> from jaxpipe.model.families.llama.config import LlamaConfig
     >>> config = LlamaConfig(n_layers=3, d_model=8, vocab_size=16, n_heads=2, n_kv_heads=2, d_ff=16)
     >>> stage = build_stage_module(config, 1, 2)
     >>> list(stage.layers), stage.embed, sorted(nnx.to_pure_dict(nnx.state(stage.head)))

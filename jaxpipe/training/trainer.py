@@ -21,19 +21,19 @@ from jaxpipe.core.mesh import ReplicaFactors, Sharding, StageLayout, make_mesh, 
 from jaxpipe.core.mesh.flags import choose
 from jaxpipe.core.schedule import Schedule
 from jaxpipe.model.family import Model
-from jaxpipe.model.moe.products import GroupedProduct
+from jaxpipe.model.layers.moe.products import GroupedProduct
 from jaxpipe.planning import Devices, RunPlan, resolve
 from jaxpipe.planning.model import grouped_of, model_of
-from jaxpipe.runtime import compiler
-from jaxpipe.runtime.program_store import ProgramStore
-from jaxpipe.training import moments
+from jaxpipe.runtime.programs import compiler
+from jaxpipe.runtime.programs.program_store import ProgramStore
+from jaxpipe.training import offloaded_moments as moments
 from jaxpipe.training.batch_sharder import BatchSharder
 from jaxpipe.training.execution import execution_of
 from jaxpipe.training.initial import full_parameters, sharded_parameters
-from jaxpipe.training.rates import Rates, losses_of, step_metrics
 from jaxpipe.training.state import State
 from jaxpipe.training.state_checks import CheckedProgram, check_batch_shards, check_state
 from jaxpipe.training.step_guard import StepGuard
+from jaxpipe.training.step_metrics import Rates, losses_of, step_metrics
 
 Tree = Any
 

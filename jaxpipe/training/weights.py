@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpipe.checkpoint.adapters import merging
-from jaxpipe.checkpoint.huggingface import convert_tensors
-from jaxpipe.checkpoint.naming import VARIABLES, list_parameters
+from jaxpipe.checkpoint.hf.adapters import merging
+from jaxpipe.checkpoint.hf.naming import VARIABLES, list_parameters
+from jaxpipe.checkpoint.hf.parameters import convert_tensors
 from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, ParamSharding
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer

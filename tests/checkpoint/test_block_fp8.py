@@ -7,8 +7,8 @@ from hf_models import QWEN3, QWEN3_MOE, random_tensors, write_model
 from msgspec.structs import replace
 from safetensors.numpy import save_file
 
-from jaxpipe.checkpoint.naming import list_parameters
-from jaxpipe.checkpoint.safetensors_directory import TensorFiles
+from jaxpipe.checkpoint.hf.naming import list_parameters
+from jaxpipe.checkpoint.hf.safetensors_directory import TensorFiles
 from jaxpipe.config import ConfigError
 from jaxpipe.inference.saved_model import SavedModel
 

@@ -158,7 +158,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import jaxpipe.checkpoint.__main__ as command
-from jaxpipe.checkpoint.safetensors_directory import TensorFiles
+from jaxpipe.checkpoint.hf.safetensors_directory import TensorFiles
 
 read = TensorFiles.read
 

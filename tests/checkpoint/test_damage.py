@@ -19,9 +19,9 @@ from commands import SMALL
 from jaxpipe import train
 from jaxpipe.checkpoint import DamagedError, integrity, read_state, restoring
 from jaxpipe.checkpoint.__main__ import main as command
-from jaxpipe.checkpoint.streaming import StoredCheckpoint
+from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime import storage_errors
+from jaxpipe.runtime.storage import errors as storage_errors
 
 BY_ORBAX_ALONE = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # not read here
 

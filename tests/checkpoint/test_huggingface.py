@@ -27,15 +27,15 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from jaxpipe.checkpoint import StateKeying, read_state
-from jaxpipe.checkpoint.huggingface import (
+from jaxpipe.checkpoint.hf.parameters import (
     hf_format,
     import_huggingface,
     list_parameters,
     training_settings,
 )
-from jaxpipe.checkpoint.streaming import StoredCheckpoint
+from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.core.mesh import Sharding, StageLayout, make_mesh
-from jaxpipe.model.llama.decoder import LlamaDecoder
+from jaxpipe.model.families.llama.decoder import LlamaDecoder
 
 TOKENS = np.random.default_rng(1).integers(0, 32, (2, 9))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from jaxpipe.checkpoint.huggingface import hf_format, model_settings
+from jaxpipe.checkpoint.hf.parameters import hf_format, model_settings
 from jaxpipe.config import ConfigError
 from jaxpipe.model import FAMILIES, PRESETS
 

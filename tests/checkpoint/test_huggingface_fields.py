@@ -18,11 +18,11 @@ from hf_models import (
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint.__main__ import main
-from jaxpipe.checkpoint.huggingface import import_huggingface, model_settings
+from jaxpipe.checkpoint.hf.parameters import import_huggingface, model_settings
 from jaxpipe.config import ConfigError
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.families import PRESETS
-from jaxpipe.model.gpt2 import huggingface as gpt2
+from jaxpipe.model.families.gpt2 import huggingface as gpt2
 from jaxpipe.model.published import of_text
 
 TRAIN = {"steps": 1, "microbatch_size": 1, "seq_len": 2}

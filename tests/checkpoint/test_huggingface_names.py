@@ -18,8 +18,8 @@ from hf_models import (
 )
 
 import jaxpipe.checkpoint.__main__ as command
-from jaxpipe.checkpoint.huggingface import import_huggingface
-from jaxpipe.checkpoint.streaming import StoredCheckpoint
+from jaxpipe.checkpoint.hf.parameters import import_huggingface
+from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.config import ConfigError
 
 

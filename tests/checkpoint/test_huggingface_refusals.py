@@ -21,11 +21,11 @@ from hf_models import (
 from msgspec.structs import replace
 from safetensors.numpy import save_file
 
-from jaxpipe.checkpoint.huggingface import import_huggingface
-from jaxpipe.checkpoint.streaming import LazyArray, StoredCheckpoint, save_parameters
+from jaxpipe.checkpoint.hf.parameters import import_huggingface
+from jaxpipe.checkpoint.hf.streaming import LazyArray, StoredCheckpoint, save_parameters
 from jaxpipe.config import ConfigError
 from jaxpipe.model import FAMILIES
-from jaxpipe.model.gpt2 import huggingface as gpt2
+from jaxpipe.model.families.gpt2 import huggingface as gpt2
 
 CONFIG_CHANGES = {
     "n_layers is 4 there and 3 here; set model.n_layers=4": {"num_hidden_layers": 4},

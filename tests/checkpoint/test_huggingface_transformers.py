@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from hf_models import our_logits, rope_scaling, stored_params
 
-from jaxpipe.checkpoint.huggingface import export_huggingface, hf_format, import_huggingface
-from jaxpipe.checkpoint.serving import ServingFiles
-from jaxpipe.checkpoint.streaming import StoredCheckpoint
-from jaxpipe.model.gemma3.config import Gemma3Config
-from jaxpipe.model.gpt2.config import GPT2Config
-from jaxpipe.model.gpt_oss.config import GptOssConfig
-from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.checkpoint.hf.parameters import export_huggingface, hf_format, import_huggingface
+from jaxpipe.checkpoint.hf.serving import ServingFiles
+from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
+from jaxpipe.model.families.gemma3.config import Gemma3Config
+from jaxpipe.model.families.gpt2.config import GPT2Config
+from jaxpipe.model.families.gpt_oss.config import GptOssConfig
+from jaxpipe.model.families.llama.config import LlamaConfig
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

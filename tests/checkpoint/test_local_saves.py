@@ -10,9 +10,9 @@ from commands import SMALL, losses
 from jaxpipe import train
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.checkpoint.exclusion import leaves_by_name
-from jaxpipe.checkpoint.local_saves import LocalSaves, neighbour_of, run_word
+from jaxpipe.checkpoint.local.saves import LocalSaves, neighbour_of, run_word
 from jaxpipe.config import ConfigError, load
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.training.trainer import Trainer
 
 VOCABULARY = "model.vocab_size=251"
@@ -139,7 +139,7 @@ def test_a_disk_that_is_full_is_reported_once(small, tmp_path, monkeypatch):
         raise OSError("no space")
 
     run.saves.wait(run.said.append)
-    monkeypatch.setattr("jaxpipe.checkpoint.local_saves.write_piece", fail)
+    monkeypatch.setattr("jaxpipe.checkpoint.local.saves.write_piece", fail)
     for step in (6, 7):
         run.save(step, state)
         run.saves.wait(run.said.append)

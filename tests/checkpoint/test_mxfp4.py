@@ -8,12 +8,12 @@ import pytest
 from hf_models import all_tensors, assert_same_bytes, export
 from safetensors.numpy import save_file
 
-from jaxpipe.checkpoint import mxfp4
-from jaxpipe.checkpoint.huggingface import hf_format, import_huggingface
-from jaxpipe.checkpoint.naming import list_parameters
-from jaxpipe.checkpoint.safetensors_directory import TensorFiles
+from jaxpipe.checkpoint.hf import mxfp4
+from jaxpipe.checkpoint.hf.naming import list_parameters
+from jaxpipe.checkpoint.hf.parameters import hf_format, import_huggingface
+from jaxpipe.checkpoint.hf.safetensors_directory import TensorFiles
 from jaxpipe.config import ConfigError
-from jaxpipe.model.gpt_oss.config import GptOssConfig
+from jaxpipe.model.families.gpt_oss.config import GptOssConfig
 
 MODEL = GptOssConfig(
     n_layers=2, d_model=64, n_heads=4, n_kv_heads=2, d_ff=32, vocab_size=48, n_experts=3,

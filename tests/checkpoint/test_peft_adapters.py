@@ -9,11 +9,11 @@ import pytest
 from hf_models import LLAMA, QWEN3_MOE
 from safetensors.numpy import save_file
 
-from jaxpipe.checkpoint.adapters import FILE, SETTINGS
-from jaxpipe.checkpoint.peft_reading import read_adapters
+from jaxpipe.checkpoint.hf.adapters import FILE, SETTINGS
+from jaxpipe.checkpoint.hf.peft_reading import read_adapters
 from jaxpipe.config import ConfigError, LoraConfig
 from jaxpipe.model import FAMILIES
-from jaxpipe.model.lora import Adapters, LoraDecoder
+from jaxpipe.model.layers.lora import Adapters, LoraDecoder
 
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("wq",))
 PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}

@@ -12,8 +12,8 @@ from hf_models import GPT2, LLAMA, config_json, random_tensors, write_model
 
 import jaxpipe.checkpoint.__main__ as command
 from jaxpipe import train
-from jaxpipe.checkpoint.serving import ServingFiles
-from jaxpipe.checkpoint.streaming import StoredCheckpoint
+from jaxpipe.checkpoint.hf.serving import ServingFiles
+from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.config import ConfigError
 from jaxpipe.tokenizer.files import TokenizerFiles
 

@@ -6,8 +6,8 @@ import zlib
 import pytest
 import tokenizer_folders
 
-from jaxpipe.checkpoint import serving
-from jaxpipe.checkpoint.serving import ServingFiles
+from jaxpipe.checkpoint.hf import serving
+from jaxpipe.checkpoint.hf.serving import ServingFiles
 from jaxpipe.config import ConfigError
 from jaxpipe.tokenizer.files import TokenizerFiles
 

@@ -12,11 +12,11 @@ from commands import SMALL
 from resolving import resolved
 
 from jaxpipe import plan, profile, train
-from jaxpipe.checkpoint.safetensors_directory import INDEX, TensorFiles
+from jaxpipe.checkpoint.hf.safetensors_directory import INDEX, TensorFiles
 from jaxpipe.config import ConfigError, load
-from jaxpipe.data.readers import DocumentReader, FilePart
-from jaxpipe.data.records import RecordConverter
-from jaxpipe.training.summary import _learning_rate
+from jaxpipe.data.prepare.readers import DocumentReader, FilePart
+from jaxpipe.data.prepare.records import RecordConverter
+from jaxpipe.run.watch.summary import _learning_rate
 
 CONFIG = str(SMALL)
 

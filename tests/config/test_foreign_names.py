@@ -12,7 +12,7 @@ from jaxpipe.config import Config, ConfigError, load
 from jaxpipe.config.foreign import ROWS, SECTIONS, meaning, table
 from jaxpipe.core.schedule import ScheduleError
 from jaxpipe.model import FAMILIES
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.schedules import find_family
 
 PAGE = Path(__file__).parents[2] / "jaxpipe" / "config" / "README.md"

@@ -7,7 +7,7 @@ from commands import SMALL
 from msgspec.structs import replace
 
 from jaxpipe import train
-from jaxpipe.bench.__main__ import main as bench
+from jaxpipe.bench import main as bench
 from jaxpipe.checkpoint.__main__ import main as checkpoint
 from jaxpipe.config import ConfigError, load, mask_secrets, to_builtins, to_toml
 from jaxpipe.config.files import SourceConfig

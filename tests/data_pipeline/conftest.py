@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from jaxpipe.data import prepare as preparing
+from jaxpipe.data.prepare import preparation as preparing
 
 
 @pytest.fixture

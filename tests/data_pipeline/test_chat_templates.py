@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from texts import prepared
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.chat_templates import ChatTemplate, load_chat_template
 from jaxpipe.data.packing import pack_documents
-from jaxpipe.data.records import ChatMessage, Passages, RecordConverter
+from jaxpipe.data.prepare.chat_templates import ChatTemplate, load_chat_template
+from jaxpipe.data.prepare.records import ChatMessage, Passages, RecordConverter
+from jaxpipe.data.prepare.tokenizing import load_tokenizer
 from jaxpipe.data.samples import PackedSamples
-from jaxpipe.data.token_files import open_documents
-from jaxpipe.data.tokenizing import load_tokenizer
+from jaxpipe.data.shards.token_files import open_documents
 
 STORED = Path(__file__).parents[1] / "data" / "chat_templates"
 BY_PREFIX = ("chatml", "llama3", "mistral", "deepseek")

@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from jaxpipe.config import ConfigError, DataConfig
+from jaxpipe.data.shards.token_files import open_documents
 from jaxpipe.data.sources import open_data
-from jaxpipe.data.token_files import open_documents
 
 ROWS = [[1, 2, 3, 4, 5], [6, 7], [], [8, 9, 10]]
 LENGTHS = [[3, 2], [2], [], [1, 2]]

@@ -17,7 +17,7 @@ import zstandard
 from texts import decoded, lines, prepared
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.pieces import list_input_files
+from jaxpipe.data.prepare.input_pieces import list_input_files
 
 PACK = {
     ".gz": gzip.compress,

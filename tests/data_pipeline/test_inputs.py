@@ -13,8 +13,8 @@ import zstandard
 from texts import CHAT, NAMES, TEXTS, decoded, lines, prepared, write_texts
 
 from jaxpipe.config import ConfigError, DataConfig
+from jaxpipe.data.shards.token_files import open_documents
 from jaxpipe.data.sources import open_data
-from jaxpipe.data.token_files import open_documents
 from jaxpipe.model.loss import IGNORE
 
 pytestmark = pytest.mark.usefixtures("in_process")

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from jaxpipe.data.chat_templates import ChatTemplate
-from jaxpipe.data.records import RecordConverter
+from jaxpipe.data.prepare.chat_templates import ChatTemplate
+from jaxpipe.data.prepare.records import RecordConverter
 
 USER, YO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 
@@ -141,7 +141,7 @@ def test_what_would_be_lost_can_be_ignored() -> None:
 
 def test_marks_cost_one_more_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversation is written twice where each text is found by its mark."""
-    from jaxpipe.data import chat_templates
+    from jaxpipe.data.prepare import chat_templates
 
     renders, render = [], chat_templates._render
     monkeypatch.setattr(

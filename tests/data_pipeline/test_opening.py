@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data import token_files
-from jaxpipe.data.documents import ShardedDocuments
-from jaxpipe.data.token_files import open_documents
+from jaxpipe.data.shards import token_files
+from jaxpipe.data.shards.documents import ShardedDocuments
+from jaxpipe.data.shards.token_files import open_documents
 
 DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6]], [[7, 8, 9, 10, 11]], [[12]]]  # one with two sequences
 IDS = list(range(1, 13))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.token_files import open_documents
+from jaxpipe.data.shards.token_files import open_documents
 
 DOCUMENTS = [[5, 6, 7], [8, 9], [], [2, 3, 4, 1]]
 IDS, LENGTHS = np.concatenate(DOCUMENTS).astype(int), np.array([3, 2, 0, 4])

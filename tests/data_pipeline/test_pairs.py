@@ -10,9 +10,9 @@ from texts import lines, prepared
 
 from jaxpipe.config import ConfigError, DataConfig
 from jaxpipe.data.pairs import answers_of
-from jaxpipe.data.records import RecordConverter
+from jaxpipe.data.prepare.records import RecordConverter
+from jaxpipe.data.shards.token_files import open_documents
 from jaxpipe.data.sources import open_data
-from jaxpipe.data.token_files import open_documents
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.score import main as score
 from jaxpipe.train import main as train

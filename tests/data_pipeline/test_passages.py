@@ -13,9 +13,9 @@ from texts import prepared
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.records import Passages, RecordConverter
-from jaxpipe.data.token_files import open_documents
-from jaxpipe.data.tokenizing import ByteTokenizer, FileTokenizer, load_tokenizer
+from jaxpipe.data.prepare.records import Passages, RecordConverter
+from jaxpipe.data.prepare.tokenizing import ByteTokenizer, FileTokenizer, load_tokenizer
+from jaxpipe.data.shards.token_files import open_documents
 
 MARKS = ["<|im_start|>", "<|im_end|>"]
 TEXTS = ["foo bar foobar  baz\nfoo\n\nbar é ü 日本 🙂", "user\nhi\n", "assistant\nyo\n\nyes"] * 9

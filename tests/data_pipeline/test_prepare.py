@@ -15,13 +15,13 @@ import pytest
 from texts import CHAT, TEXTS, decoded, lines, prepared, write_texts
 
 from jaxpipe.config import ConfigError, DataConfig, SourceConfig
-from jaxpipe.data import prepare as preparing
 from jaxpipe.data.__main__ import main
-from jaxpipe.data.journal import lock_folder
-from jaxpipe.data.manifest import JOURNAL, MANIFEST
+from jaxpipe.data.prepare import preparation as preparing
+from jaxpipe.data.prepare.journal import lock_folder
+from jaxpipe.data.prepare.workers import WorkerDiedError, run_workers
+from jaxpipe.data.shards.manifest import JOURNAL, MANIFEST
+from jaxpipe.data.shards.token_files import open_documents
 from jaxpipe.data.sources import open_data
-from jaxpipe.data.token_files import open_documents
-from jaxpipe.data.workers import WorkerDiedError, run_workers
 
 
 @pytest.mark.usefixtures("in_process")

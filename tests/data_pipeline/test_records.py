@@ -11,8 +11,8 @@ import pytest
 from texts import decoded, prepared
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.records import HARMLESS, Passages, RecordConverter
-from jaxpipe.data.token_files import open_documents
+from jaxpipe.data.prepare.records import HARMLESS, Passages, RecordConverter
+from jaxpipe.data.shards.token_files import open_documents
 
 pytestmark = pytest.mark.usefixtures("in_process")
 

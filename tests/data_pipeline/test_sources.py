@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxpipe.config import ConfigError, DataConfig, SourceConfig
-from jaxpipe.data import token_files
+from jaxpipe.data.shards import token_files
 from jaxpipe.data.sources import RunData, open_data
 from jaxpipe.data.warnings import data_warnings
 

@@ -13,9 +13,9 @@ import pytest
 from texts import decoded, prepared
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.pieces import divide_files, list_input_files
-from jaxpipe.data.readers import find_format
-from jaxpipe.data.records import RecordConverter
+from jaxpipe.data.prepare.input_pieces import divide_files, list_input_files
+from jaxpipe.data.prepare.readers import find_format
+from jaxpipe.data.prepare.records import RecordConverter
 
 pytestmark = pytest.mark.usefixtures("in_process")
 

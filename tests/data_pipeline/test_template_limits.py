@@ -8,11 +8,11 @@ from texts import CHAT, lines, prepared
 from tokenizer_folders import folder, write
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data import chat_templates, journal
-from jaxpipe.data.chat_templates import ChatTemplate, load_chat_template
-from jaxpipe.data.limits import bounded
-from jaxpipe.data.manifest import JOURNAL, MANIFEST
-from jaxpipe.data.records import ChatMessage, ChatML
+from jaxpipe.data.prepare import chat_templates, journal
+from jaxpipe.data.prepare.chat_templates import ChatTemplate, load_chat_template
+from jaxpipe.data.prepare.limits import bounded
+from jaxpipe.data.prepare.records import ChatMessage, ChatML
+from jaxpipe.data.shards.manifest import JOURNAL, MANIFEST
 from jaxpipe.tokenizer.files import TokenizerFiles
 
 HELLO = [ChatMessage({"role": "user", "content": "hello"}, counts=False)]

@@ -10,9 +10,9 @@ import pyarrow.parquet
 import pytest
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.documents import ShardedDocuments
 from jaxpipe.data.samples import StreamSamples
-from jaxpipe.data.token_files import open_documents
+from jaxpipe.data.shards.documents import ShardedDocuments
+from jaxpipe.data.shards.token_files import open_documents
 
 HEADERS = [(20240520, 1, "<u2"), (20240801, 7, "<u4")]
 DOCUMENTS = [[5, 6, 7], [8, 9, 1], [2, 3, 4], [9, 9, 8], [1, 2, 3]]

@@ -11,8 +11,8 @@ from texts import lines, prepared
 from tokenizer_folders import FOLDERS, NOT_UNDERSTOOD, TEXTS, folder, tokenizer_json, write
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.token_files import open_documents
-from jaxpipe.data.tokenizing import load_tokenizer, read_tokenizer
+from jaxpipe.data.prepare.tokenizing import load_tokenizer, read_tokenizer
+from jaxpipe.data.shards.token_files import open_documents
 from jaxpipe.tokenizer.files import BYTES, TOKENIZER, TokenizerFiles
 from jaxpipe.tokenizer.tokens import read_tokens
 

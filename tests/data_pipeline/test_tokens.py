@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.documents import ShardedDocuments
 from jaxpipe.data.samples import DummySamples, StreamSamples
-from jaxpipe.data.token_files import open_documents
-from jaxpipe.data.tokens import open_tokens
+from jaxpipe.data.shards.documents import ShardedDocuments
+from jaxpipe.data.shards.token_files import open_documents
+from jaxpipe.data.shards.tokens import open_tokens
 
 IDS = np.arange(1000) % 200
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxpipe.data.writing import DocumentBatch, write_shard
+from jaxpipe.data.prepare.writing import DocumentBatch, write_shard
 
 
 def test_the_mask_has_a_bit_for_each_token_of_all_batches(tmp_path) -> None:

@@ -19,7 +19,7 @@ from several import ends, start_all  # noqa: E402
 from trained_models import MODELS, published  # noqa: E402
 
 from jaxpipe.checkpoint.__main__ import main as checkpoint_command  # noqa: E402
-from jaxpipe.checkpoint.serving import ServingFiles  # noqa: E402
+from jaxpipe.checkpoint.hf.serving import ServingFiles  # noqa: E402
 from jaxpipe.config import ConfigError  # noqa: E402
 from jaxpipe.generate import main  # noqa: E402
 from jaxpipe.inference.generation import Generator  # noqa: E402

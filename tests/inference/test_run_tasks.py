@@ -16,8 +16,8 @@ from jaxpipe.inference.saved_model import SavedModel
 from jaxpipe.inference.scoring import Scorer
 from jaxpipe.inference.settings import inference_config
 from jaxpipe.inference.tasks import Tasks
-from jaxpipe.planning import run_checks
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.rules import run as run_checks
+from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.train import main
 from jaxpipe.training import scores
 

@@ -18,7 +18,7 @@ from trained_models import VOCABULARY, logits_of, published  # noqa: E402
 from jaxpipe.checkpoint.__main__ import main as checkpoint_command  # noqa: E402
 from jaxpipe.config import ConfigError  # noqa: E402
 from jaxpipe.inference.token_sequences import read_sequences  # noqa: E402
-from jaxpipe.planning import device_checks  # noqa: E402
+from jaxpipe.planning.rules import devices as device_checks  # noqa: E402
 from jaxpipe.score import main  # noqa: E402
 
 CASES = {  # a model, and the mesh that scores it

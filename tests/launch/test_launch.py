@@ -197,7 +197,7 @@ def test_a_driver_must_be_new_enough_for_the_packages(tree, driver, code):
         assert errors == "the driver 570.1 is too old for CUDA 13: install 580 or later.\n"
         return
     measured = said.splitlines()[-1]
-    assert measured.endswith(" --out jaxpipe/bench/results/gpu.json --items ops")
+    assert measured.endswith(" --out jaxpipe/lab/bench/results/gpu.json --items ops")
     assert "pip install" in errors
     assert "cuda13" in errors
 

@@ -39,7 +39,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 # Saves for a while after a signal, or does not train yet.
 STAND_IN = """
 import os, pathlib, sys, time
-from jaxpipe.training.signals import stop_signals
+from jaxpipe.run.signals import stop_signals
 
 def touch(name):
     pathlib.Path(name + os.environ["JAX_PROCESS_ID"]).touch()

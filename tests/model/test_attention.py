@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.model.attention import CausalAttention, causal_attention, grouped_attention
-from jaxpipe.model.blocks import KeyBlock, QueryBlock
-from jaxpipe.model.fused import FusedBlocks
+from jaxpipe.model.attention.blocks import KeyBlock, QueryBlock
+from jaxpipe.model.attention.causal import CausalAttention, causal_attention, grouped_attention
+from jaxpipe.model.kernels.cudnn_attention import FusedBlocks
 
 HEADS = [(4, 4), (4, 2), (6, 1)]
 

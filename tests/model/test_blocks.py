@@ -12,9 +12,9 @@ from oracles.attention import attention_ref
 
 from jaxpipe.core.contract.sequence import FULL_SEQUENCE
 from jaxpipe.core.mesh import ContextParallel, ReplicaFactors, make_mesh, shard_batch
-from jaxpipe.model.blocks import KeyBlock, KeyRange, PlainBlocks, QueryBlock
-from jaxpipe.model.fused import FusedBlocks
-from jaxpipe.model.ring import RingLayout, ring_attention
+from jaxpipe.model.attention.blocks import KeyBlock, KeyRange, PlainBlocks, QueryBlock
+from jaxpipe.model.attention.ring import RingLayout, ring_attention
+from jaxpipe.model.kernels.cudnn_attention import FusedBlocks
 
 B, L, H, G, K = 2, 32, 4, 2, 8
 POSITIONS = jnp.array([[*range(12), *range(9), *range(11)], [*range(3), *range(25), 0, 0, 0, 0]])

@@ -13,8 +13,8 @@ from meshes import MODELS, problem, run, without_key_biases
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.core.contract.devices import ONE_DEVICE
-from jaxpipe.model.dropout import Dropout, Masks
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.model.layers.dropout import Dropout, Masks
+from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.training.batch_sharder import random_batch
 from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.scores import BatchScores

@@ -13,7 +13,7 @@ from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.model import FAMILIES
 from jaxpipe.plan import main as plan
-from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.cost.costs import costs_of
 from jaxpipe.train import main as train
 
 RUN = """

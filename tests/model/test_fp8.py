@@ -10,13 +10,13 @@ from oracles.fp8 import emulated
 from jaxpipe.config import Config, ConfigError, LoraConfig, ParallelConfig, TrainConfig
 from jaxpipe.core.contract import Aux, Context
 from jaxpipe.core.contract.devices import ONE_DEVICE
-from jaxpipe.model.fp8 import E4M3, E5M2, PLAIN, Fp8, compute_scale
-from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.lora import Adapter, LoraDot
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.layers.fp8 import E4M3, E5M2, PLAIN, Fp8, compute_scale
+from jaxpipe.model.layers.lora import Adapter, LoraDot
 from jaxpipe.planning import Devices, resolve
-from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.fp8_checks import check_fp8
-from jaxpipe.planning.hardware import Hardware, analytic
+from jaxpipe.planning.cost.costs import costs_of
+from jaxpipe.planning.cost.hardware import Hardware, analytic
+from jaxpipe.planning.rules.fp8 import check_fp8
 
 NAMES = ("up", "gate")
 EXPERTS = {"n_experts": 4, "experts_per_token": 2, "capacity_factor": 1.0}

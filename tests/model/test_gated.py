@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.model.gated import gated
+from jaxpipe.model.layers.gated import gated
 
 
 def test_a_clamped_gate_is_gpt_oss_s():

@@ -17,7 +17,7 @@ from jaxpipe import config as configs
 from jaxpipe.config import ConfigError, ParallelConfig
 from jaxpipe.core.contract import Context
 from jaxpipe.core.schedule import Lockstep
-from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.cost.costs import costs_of
 from jaxpipe.train import main as train
 
 SHARED = Lockstep(vocab_parallel=True)

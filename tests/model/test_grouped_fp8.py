@@ -12,11 +12,11 @@ from flax import nnx
 from jaxpipe.core.contract import Context
 from jaxpipe.core.contract.devices import ONE_DEVICE
 from jaxpipe.core.contract.experts import ALL_EXPERTS
-from jaxpipe.model.fp8 import E4M3, E5M2, Fp8, round_to_fp8
-from jaxpipe.model.grouped_fp8 import TILE, GroupedFp8, multiply_ref
-from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.moe.experts import PRODUCTS, DroplessDispatch, Experts
-from jaxpipe.model.parts import Dot, init_from
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.kernels.grouped_fp8 import TILE, GroupedFp8, multiply_ref
+from jaxpipe.model.layers.fp8 import E4M3, E5M2, Fp8, round_to_fp8
+from jaxpipe.model.layers.moe.experts import PRODUCTS, DroplessDispatch, Experts
+from jaxpipe.model.layers.parts import Dot, init_from
 
 ROWS = 5 * TILE  # of which the groups have 4 tiles
 SIZES = 3 * TILE, 0, TILE
@@ -39,7 +39,7 @@ def test_the_kernel_makes_what_the_reference_does(shapes, forms, dtype):
     )
     if not hasattr(interpreter, "InterpretGPUParams"):
         pytest.skip("this jax has no interpreter of Mosaic GPU")
-    from jaxpipe.model import hopper
+    from jaxpipe.model.kernels import hopper
 
     rng, sizes, scale = np.random.default_rng(0), jnp.int32(SIZES), jnp.float32(0.5)
     left, right = (

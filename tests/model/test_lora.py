@@ -23,10 +23,10 @@ from jaxpipe.core.mesh import (
 )
 from jaxpipe.core.schedule import Lockstep
 from jaxpipe.model import FAMILIES
-from jaxpipe.model.deepseek.config import DeepseekConfig
-from jaxpipe.model.gpt2.config import GPT2Config
-from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.lora import Adapter, Adapters, LoraDecoder, merge_adapter
+from jaxpipe.model.families.deepseek.config import DeepseekConfig
+from jaxpipe.model.families.gpt2.config import GPT2Config
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.layers.lora import Adapter, Adapters, LoraDecoder, merge_adapter
 from jaxpipe.schedules import build
 
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}

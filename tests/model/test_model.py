@@ -13,12 +13,12 @@ from msgspec.structs import replace
 from jaxpipe.core.contract import Context
 from jaxpipe.core.contract.devices import ONE_DEVICE
 from jaxpipe.model import FAMILIES, PRESETS
-from jaxpipe.model.gemma3.config import Gemma3Config
-from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.decoder import LlamaDecoder
-from jaxpipe.model.llama.layers import LlamaAttention
+from jaxpipe.model.families.gemma3.config import Gemma3Config
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.families.llama.decoder import LlamaDecoder
+from jaxpipe.model.families.llama.layers import LlamaAttention
+from jaxpipe.model.layers.rope.rotate import rotary
 from jaxpipe.model.loss import IGNORE, chunked_cross_entropy_sum, count_valid, cross_entropy_sum
-from jaxpipe.model.rope.rotate import rotary
 
 SMALL = LlamaConfig(
     n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=48, vocab_size=50

@@ -19,20 +19,20 @@ from jaxpipe.core.contract.experts import ALL_EXPERTS
 from jaxpipe.core.contract.sequence import FULL_SEQUENCE
 from jaxpipe.core.split import POLICIES
 from jaxpipe.core.split.split import Cotangent, split_layer
-from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.decoder import LlamaDecoder
-from jaxpipe.model.moe.balance import Balance
-from jaxpipe.model.moe.dispatch import (
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.families.llama.decoder import LlamaDecoder
+from jaxpipe.model.layers.moe.balance import Balance
+from jaxpipe.model.layers.moe.dispatch import (
     assign_equally,
     assign_groups,
     assign_sorted,
     gather_into_slots,
     sum_from_slots,
 )
-from jaxpipe.model.moe.products import multiply_by_kernel
-from jaxpipe.model.moe.router import Routes, choose
-from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.trace import product_flops
+from jaxpipe.model.layers.moe.products import multiply_by_kernel
+from jaxpipe.model.layers.moe.router import Routes, choose
+from jaxpipe.planning.cost.costs import costs_of
+from jaxpipe.planning.cost.trace import product_flops
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 from oracles import ragged
 
 from jaxpipe.core.contract.devices import ONE_DEVICE
-from jaxpipe.model.attention import CachedKeys, CausalAttention, causal_attention
-from jaxpipe.model.dropout import Dropout, Masks
-from jaxpipe.model.packed import RowDocuments, _PackedLayout, shard_documents
+from jaxpipe.model.attention.causal import CachedKeys, CausalAttention, causal_attention
+from jaxpipe.model.kernels.cudnn_packed import RowDocuments, _PackedLayout, shard_documents
+from jaxpipe.model.layers.dropout import Dropout, Masks
 
 ROWS = ((7, 2, 3), (12,), (1, 4, 5, 1), ())  # document lengths in rows of 12; the rest is padding
 

@@ -12,10 +12,10 @@ from jax import lax
 from kernels import TOKAMAX
 from mixtures import MODELS
 
-from jaxpipe.model.fused import replace_kernels
-from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.moe import products
-from jaxpipe.model.moe.products import choose_grouped_product, multiply_by_kernel
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.kernels.cudnn_attention import replace_kernels
+from jaxpipe.model.layers.moe import products
+from jaxpipe.model.layers.moe.products import choose_grouped_product, multiply_by_kernel
 
 SIZES = {"d_model": 256, "vocab_size": 8, "n_heads": 1, "n_kv_heads": 1, "d_ff": 8,
          "n_layers": 1}  # fmt: skip

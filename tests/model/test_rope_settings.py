@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.rope import huggingface
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.layers.rope import huggingface
 
 SIZES = {"n_layers": 2, "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "d_ff": 48, "vocab_size": 64}
 LONG = {

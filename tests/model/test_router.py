@@ -7,9 +7,9 @@ import pytest
 from mixtures import SIZES
 
 from jaxpipe.core.contract.devices import ONE_DEVICE
-from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.moe.router import Router
-from jaxpipe.model.parts import LayerParts, init_from
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.layers.moe.router import Router
+from jaxpipe.model.layers.parts import LayerParts, init_from
 
 EXPERTS = 8
 LOGITS = np.array(

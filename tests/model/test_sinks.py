@@ -11,10 +11,10 @@ from oracles.attention import attention_ref
 from jaxpipe.config import ConfigError, from_builtins
 from jaxpipe.core.contract.sequence import FULL_SEQUENCE
 from jaxpipe.model import PRESETS
-from jaxpipe.model.attention import CachedKeys, CausalAttention
-from jaxpipe.model.blocks import KeyBlock, KeyRange, QueryBlock
-from jaxpipe.model.packed import RowDocuments
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.model.attention.blocks import KeyBlock, KeyRange, QueryBlock
+from jaxpipe.model.attention.causal import CachedKeys, CausalAttention
+from jaxpipe.model.kernels.cudnn_packed import RowDocuments
+from jaxpipe.planning.rules.across import check_settings
 
 B, L, H, G, K = 2, 16, 4, 2, 8
 LENGTHS = ((5, 9, 2), (16,))

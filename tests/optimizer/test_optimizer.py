@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict
 from meshes import MODELS
 
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
-from jaxpipe.checkpoint.streaming import StoredCheckpoint
+from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.config import OptimizerConfig, load
 from jaxpipe.core.mesh import Sharding, make_mesh
 from jaxpipe.model.families import FAMILIES

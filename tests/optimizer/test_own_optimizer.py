@@ -5,7 +5,7 @@ from commands import SMALL
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
-from jaxpipe.planning.run_checks import RUN_CHECKS
+from jaxpipe.planning.rules.run import RUN_CHECKS
 
 
 def check(name):

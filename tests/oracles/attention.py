@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.model.blocks import KeyBlock, QueryBlock
+from jaxpipe.model.attention.blocks import KeyBlock, QueryBlock
 
 
 def attention_ref(

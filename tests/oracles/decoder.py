@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from jaxpipe.core.contract.parameter import TP, ParamSpec
 from jaxpipe.core.contract.sequence import query_blocks
-from jaxpipe.model.blocks import count_halvings
-from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.attention.blocks import count_halvings
+from jaxpipe.model.families.llama.config import LlamaConfig
 from oracles.flops import OpFlops
 
 REMAT = ("none", "selective", "full")

@@ -3,8 +3,8 @@
 Everything is for one microbatch on one device, with rows too short for two blocks of queries.
 """
 
-from jaxpipe.model.deepseek.config import DeepseekConfig
-from jaxpipe.model.gpt_oss.config import GptOssConfig
+from jaxpipe.model.families.deepseek.config import DeepseekConfig
+from jaxpipe.model.families.gpt_oss.config import GptOssConfig
 from oracles.decoder import head_flops
 from oracles.flops import OpFlops
 from oracles.mixture import expert_rows, sparse_layer_flops

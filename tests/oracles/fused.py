@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.model import fused
+from jaxpipe.model.kernels import cudnn_attention as fused
 
 
 class Fused:

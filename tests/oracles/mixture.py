@@ -1,6 +1,6 @@
 """Cost of a layer with experts: FLOPs of its products, bytes that it sends to other replicas.
 
-The layer is that of `jaxpipe.model.moe`: attention as in `oracles.decoder`, a router, routed
+The layer is that of `jaxpipe.model.layers.moe`: attention as in `oracles.decoder`, a router, routed
 SwiGLU experts, shared ones. Everything is for one microbatch on one device; experts are sharded
 over `ep`, and the width of every expert over `tp`.
 
@@ -13,7 +13,7 @@ import math
 
 from msgspec.structs import replace
 
-from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.families.llama.config import LlamaConfig
 from oracles.decoder import layer_flops
 from oracles.flops import OpFlops
 

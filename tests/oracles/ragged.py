@@ -7,7 +7,7 @@ rows that belong to no sequence, and statistics behind the end of a sequence.
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.model import packed
+from jaxpipe.model.kernels import cudnn_packed as packed
 
 
 class Ragged:

@@ -8,10 +8,10 @@ import pytest
 from hf_models import our_logits
 from trained_models import VOCABULARY, logits_of, published
 
-from jaxpipe.checkpoint.adapters import adapter_paths, export_adapters
-from jaxpipe.checkpoint.naming import list_parameters
-from jaxpipe.checkpoint.peft_reading import read_adapters
-from jaxpipe.checkpoint.peft_settings import HARMLESS, PLAIN, UNDERSTOOD, refusal
+from jaxpipe.checkpoint.hf.adapters import adapter_paths, export_adapters
+from jaxpipe.checkpoint.hf.naming import list_parameters
+from jaxpipe.checkpoint.hf.peft_reading import read_adapters
+from jaxpipe.checkpoint.hf.peft_settings import HARMLESS, PLAIN, UNDERSTOOD, refusal
 from jaxpipe.config import ConfigError, LoraConfig
 from jaxpipe.inference.saved_model import SavedModel
 

@@ -7,7 +7,7 @@ import pytest
 import tokenizer_folders
 from tokenizer_folders import TEXTS, tokenizer_json, write
 
-from jaxpipe.data.tokenizing import read_tokenizer
+from jaxpipe.data.prepare.tokenizing import read_tokenizer
 from jaxpipe.tokenizer.files import BYTES, TokenizerFiles
 from jaxpipe.tokenizer.tokens import read_tokens
 

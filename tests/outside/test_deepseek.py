@@ -12,12 +12,12 @@ from hf_models import all_tensors, assert_same_bytes, our_logits, stored_params
 from msgspec.structs import replace
 from safetensors.numpy import save_file
 
-from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface, model_settings
-from jaxpipe.checkpoint.serving import ServingFiles
-from jaxpipe.checkpoint.streaming import StoredCheckpoint
+from jaxpipe.checkpoint.hf.parameters import export_huggingface, import_huggingface, model_settings
+from jaxpipe.checkpoint.hf.serving import ServingFiles
+from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.config import ConfigError
-from jaxpipe.model.deepseek import huggingface
-from jaxpipe.model.deepseek.config import DeepseekConfig
+from jaxpipe.model.families.deepseek import huggingface
+from jaxpipe.model.families.deepseek.config import DeepseekConfig
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -9,7 +9,7 @@ import transformers_records as records
 
 from jaxpipe.config import from_builtins
 from jaxpipe.model.loss import IGNORE
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.training.trainer import Trainer
 
 LAYOUTS = {

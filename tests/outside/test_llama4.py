@@ -8,13 +8,13 @@ import pytest
 from hf_models import all_tensors, assert_same_bytes, our_logits, stored_params
 from msgspec.structs import replace
 
-from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface, model_settings
-from jaxpipe.checkpoint.serving import ServingFiles
-from jaxpipe.checkpoint.streaming import StoredCheckpoint
+from jaxpipe.checkpoint.hf.parameters import export_huggingface, import_huggingface, model_settings
+from jaxpipe.checkpoint.hf.serving import ServingFiles
+from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.config import ConfigError
 from jaxpipe.model import FAMILIES, PRESETS
-from jaxpipe.model.llama4.config import Llama4Config
-from jaxpipe.model.llama4.huggingface import Llama4Format
+from jaxpipe.model.families.llama4.config import Llama4Config
+from jaxpipe.model.families.llama4.huggingface import Llama4Format
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -8,7 +8,7 @@ from hf_models import all_tensors, assert_same_bytes, our_logits, stored_params
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint.__main__ import main
-from jaxpipe.checkpoint.huggingface import model_settings, read_config
+from jaxpipe.checkpoint.hf.parameters import model_settings, read_config
 from jaxpipe.inference.saved_model import SavedModel
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

@@ -6,12 +6,12 @@ import pytest
 from hf_models import our_logits, stored_params
 from msgspec.structs import replace
 
-from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface, model_settings
-from jaxpipe.checkpoint.serving import ServingFiles
-from jaxpipe.checkpoint.streaming import StoredCheckpoint
-from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.rope import huggingface
-from jaxpipe.model.rope.rotate import rotary_frequencies
+from jaxpipe.checkpoint.hf.parameters import export_huggingface, import_huggingface, model_settings
+from jaxpipe.checkpoint.hf.serving import ServingFiles
+from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.layers.rope import huggingface
+from jaxpipe.model.layers.rope.rotate import rotary_frequencies
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -11,15 +11,15 @@ import pytest
 from hf_models import stored_params
 from msgspec.structs import replace
 
-from jaxpipe.checkpoint.huggingface import hf_format, import_huggingface
+from jaxpipe.checkpoint.hf.parameters import hf_format, import_huggingface
 from jaxpipe.core.contract.devices import ONE_DEVICE
 from jaxpipe.core.contract.sequence import FULL_SEQUENCE
 from jaxpipe.core.executor import step_ref
-from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.decoder import LlamaDecoder
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.families.llama.decoder import LlamaDecoder
+from jaxpipe.model.layers.moe.balance import Balance
+from jaxpipe.model.layers.moe.router import Routes
 from jaxpipe.model.loss import IGNORE
-from jaxpipe.model.moe.balance import Balance
-from jaxpipe.model.moe.router import Routes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from jaxpipe.data.chat_templates import ChatTemplate
-from jaxpipe.data.pieces import divide_files, list_input_files
-from jaxpipe.data.readers import find_format
-from jaxpipe.data.records import RecordConverter
+from jaxpipe.data.prepare.chat_templates import ChatTemplate
+from jaxpipe.data.prepare.input_pieces import divide_files, list_input_files
+from jaxpipe.data.prepare.readers import find_format
+from jaxpipe.data.prepare.records import RecordConverter
 
 datasets = pytest.importorskip("datasets")
 utils = pytest.importorskip("transformers.utils.chat_template_utils")

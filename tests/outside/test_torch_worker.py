@@ -9,8 +9,8 @@ import pytest
 
 from jaxpipe import bench
 from jaxpipe import config as configs
-from jaxpipe.bench import worker
-from jaxpipe.bench.variants import single_config
+from jaxpipe.lab.bench import worker
+from jaxpipe.lab.bench.variants import single_config
 
 pytest.importorskip("torch", reason="torch is not installed")
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"

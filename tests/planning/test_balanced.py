@@ -16,7 +16,7 @@ from jaxpipe.config import ConfigError
 from jaxpipe.core.schedule import Placement, ScheduleError, assign_layers
 from jaxpipe.planning import Hardware, arrange
 from jaxpipe.planning.balance import layer_seconds
-from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.cost.costs import costs_of
 from jaxpipe.schedules import balance_layers
 from jaxpipe.schedules.search.balance import shorter_and_shorter
 from jaxpipe.training.trainer import Trainer

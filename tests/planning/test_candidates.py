@@ -25,8 +25,8 @@ from jaxpipe.planning import (
     estimates,
     resolve,
 )
+from jaxpipe.planning.cost.parameter_traffic import mirrored_bytes
 from jaxpipe.planning.helpers import begin, helpers
-from jaxpipe.planning.traffic import mirrored_bytes
 from jaxpipe.schedules import ScheduleVariant, build
 from jaxpipe.training.trainer import Trainer
 

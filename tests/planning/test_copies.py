@@ -10,8 +10,8 @@ from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.plan import main
 from jaxpipe.planning import Devices, Hardware, advise, analytic, arrange, estimate, op_seconds
-from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.hardware import Copies
+from jaxpipe.planning.cost.costs import costs_of
+from jaxpipe.planning.cost.hardware import Copies
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 SIZES = ("parallel.pp=2", "parallel.dp=1", "model.n_layers=8", "train.grad_accum_steps=8",

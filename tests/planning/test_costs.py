@@ -24,9 +24,9 @@ from oracles.flops import OpFlops
 from jaxpipe.config import Config, DataConfig, ParallelConfig, TrainConfig
 from jaxpipe.core.contract import Context
 from jaxpipe.core.split import POLICIES, split_layer
-from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.decoder import LlamaDecoder
-from jaxpipe.planning.costs import costs_of
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.families.llama.decoder import LlamaDecoder
+from jaxpipe.planning.cost.costs import costs_of
 
 ROOT = Path(__file__).parents[2]
 BATCH, LENGTH = 3, 16
@@ -328,7 +328,7 @@ from pathlib import Path
 import jax
 from jax._src.xla_bridge import backends_are_initialized
 from jaxpipe import config
-from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.cost.costs import costs_of
 assert costs_of(config.load(Path("configs/quickstart.toml"))).message
 assert not backends_are_initialized()
 assert jax.devices() and backends_are_initialized()

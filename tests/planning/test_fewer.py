@@ -7,7 +7,7 @@ from commands import SMALL
 
 from jaxpipe.config import ConfigError, load
 from jaxpipe.planning import Devices, resolve_on_fewer
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.runtime.environment import usable_share
 
 

@@ -7,10 +7,10 @@ import pytest
 from resolving import resolved
 
 from jaxpipe.config import ConfigError, load
-from jaxpipe.model.deepseek.config import DeepseekConfig
-from jaxpipe.model.gpt2.config import GPT2Config
+from jaxpipe.model.families.deepseek.config import DeepseekConfig
+from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.planning import Devices, arrange
-from jaxpipe.planning.fused_checks import check_fused
+from jaxpipe.planning.rules.fused import check_fused
 
 BASE = Path(__file__).parents[1] / "data" / "base.toml"
 

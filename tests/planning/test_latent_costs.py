@@ -3,8 +3,8 @@
 import pytest
 
 from jaxpipe.config import Config, ParallelConfig, TrainConfig
-from jaxpipe.model.deepseek.config import DeepseekConfig
-from jaxpipe.planning.costs import costs_of
+from jaxpipe.model.families.deepseek.config import DeepseekConfig
+from jaxpipe.planning.cost.costs import costs_of
 
 BATCH, LENGTH, HEADS = 2, 64, 8
 RANK, NOPE, ROPE, VALUE = 10, 6, 4, 5

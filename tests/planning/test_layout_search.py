@@ -13,14 +13,14 @@ from jaxpipe import config as configs
 from jaxpipe.core.schedule import Costs, lower
 from jaxpipe.core.schedule.lockstep import Lockstep
 from jaxpipe.core.schedule.scan import scan_time
+from jaxpipe.lab.search.bounds import ScheduleFacts, least_residuals, least_seconds
+from jaxpipe.lab.search.layout_search import LayoutSearch
+from jaxpipe.lab.search.space import SearchSpace
+from jaxpipe.lab.search.table import time_parts
 from jaxpipe.plan import main
 from jaxpipe.planning import Hardware, estimate
-from jaxpipe.planning.bounds import ScheduleFacts, least_residuals, least_seconds
-from jaxpipe.planning.layout_search import LayoutSearch
-from jaxpipe.planning.memory import layout_of, rank_bytes
+from jaxpipe.planning.cost.memory import layout_of, rank_bytes
 from jaxpipe.planning.resolve import arrange, resolve
-from jaxpipe.planning.search_table import time_parts
-from jaxpipe.planning.space import SearchSpace
 from jaxpipe.schedules import build
 
 CONFIGS = Path(__file__).parents[2] / "configs"

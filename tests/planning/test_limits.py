@@ -11,7 +11,7 @@ from jaxpipe.config import ConfigError
 from jaxpipe.core.schedule import MemoryCosts, Op, ScheduleError, peak_memory
 from jaxpipe.plan import main
 from jaxpipe.planning import arrange, rank_bytes
-from jaxpipe.planning.costs import costs_of
+from jaxpipe.planning.cost.costs import costs_of
 from jaxpipe.planning.limits import activation_limit_of
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedules import FAMILIES, build

@@ -6,8 +6,8 @@ import pytest
 from jax import lax
 
 from jaxpipe.config import load
-from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.trace import live_for_w
+from jaxpipe.planning.cost.costs import costs_of
+from jaxpipe.planning.cost.trace import live_for_w
 
 IN, OUT = 3, 5
 SMALL = "tests/data/small.toml"

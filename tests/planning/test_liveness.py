@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.model.packed import packed_attention
-from jaxpipe.planning.liveness import working_set
+from jaxpipe.model.kernels.cudnn_packed import packed_attention
+from jaxpipe.planning.cost.liveness import working_set
 
 SQUARE = 4 * 64 * 64  # bytes
 

@@ -11,7 +11,7 @@ from oracles.mixture import exchanged_bytes, sparse_layer_flops
 from jaxpipe import config as configs
 from jaxpipe.config import Config, ParallelConfig, TrainConfig
 from jaxpipe.core.split import POLICIES
-from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.plan import main
 from jaxpipe.planning import Hardware, analytic, arrange, costs_of, estimate
 from jaxpipe.training.trainer import Trainer

@@ -17,8 +17,8 @@ from jaxpipe.core.schedule import Lockstep, MemoryCosts, lower, peak_memory
 from jaxpipe.core.split import POLICIES, split_layer
 from jaxpipe.plan import main
 from jaxpipe.planning import Hardware, advise, analytic, arrange, estimate, estimates
-from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.memory import ring_bytes
+from jaxpipe.planning.cost.costs import costs_of
+from jaxpipe.planning.cost.memory import ring_bytes
 from jaxpipe.schedules import BUILDERS
 from jaxpipe.training.trainer import Trainer
 

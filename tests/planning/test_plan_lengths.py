@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxpipe.config import DataConfig, load
-from jaxpipe.data.manifest import MANIFEST, FolderManifest, TokenizerEntry, build_histogram
 from jaxpipe.data.packing import pack_documents
 from jaxpipe.data.packing_estimate import estimate_packing
+from jaxpipe.data.shards.manifest import MANIFEST, FolderManifest, TokenizerEntry, build_histogram
 from jaxpipe.plan import main
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"

@@ -10,9 +10,9 @@ from resolving import resolved
 from jaxpipe import config as configs
 from jaxpipe.core.contract import Aux, LayerOutput
 from jaxpipe.model import FAMILIES
-from jaxpipe.model.llama.decoder import LlamaDecoder
-from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.memory import layout_of, rank_bytes
+from jaxpipe.model.families.llama.decoder import LlamaDecoder
+from jaxpipe.planning.cost.costs import costs_of
+from jaxpipe.planning.cost.memory import layout_of, rank_bytes
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 VOCABULARY, WIDTH, LENGTH = 64, 32, 32
@@ -41,7 +41,7 @@ def planned(model, monkeypatch, *, shared, tp=1):
     sizes += [f"parallel.vocab_parallel_pp={str(shared).lower()}", f"parallel.tp={tp}"]
     sizes += [f"train.seq_len={LENGTH}", "parallel.schedule=zb_h1"]
     for cache in ("_traced", "_layers", "_embed_heads"):
-        monkeypatch.setattr(f"jaxpipe.planning.costs.{cache}", {})
+        monkeypatch.setattr(f"jaxpipe.planning.cost.costs.{cache}", {})
     monkeypatch.setitem(FAMILIES, "llama", replace(FAMILIES["llama"], model=model))
     plan = resolved(configs.load(SMALL, sizes), platform="cpu")
     assert plan.config.model.d_model == WIDTH

@@ -6,7 +6,7 @@ import pytest
 from resolving import resolved
 
 from jaxpipe.config import ConfigError, load
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.rules.across import check_settings
 
 BASE = Path(__file__).parents[1] / "data" / "base.toml"
 GPT_OSS = BASE.parents[2] / "configs" / "gpt_oss_20b_pp2_ep4.toml"

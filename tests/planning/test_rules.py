@@ -6,7 +6,7 @@ import pytest
 from commands import SMALL
 
 from jaxpipe import plan, train
-from jaxpipe.planning.rules import RULES, rules
+from jaxpipe.planning.rules.listing import RULES, rules
 
 
 def test_the_command_prints_every_rule(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,8 @@ import pytest
 from jaxpipe.config import load
 from jaxpipe.plan import main
 from jaxpipe.planning import Hardware
-from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.hardware import NO_EXCHANGE, LayerSeconds, sharing_of
+from jaxpipe.planning.cost.costs import costs_of
+from jaxpipe.planning.cost.hardware import NO_EXCHANGE, LayerSeconds, sharing_of
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 SHARED = ["parallel.pp=2", "parallel.dp=2", "parallel.cp=2", "train.seq_len=256"]

@@ -6,8 +6,8 @@ from commands import SMALL
 from resolving import resolved
 
 from jaxpipe.config import ConfigError, load
-from jaxpipe.planning.size_checks import resolve_sizes
-from jaxpipe.training.start import resolve_on_one_device
+from jaxpipe.planning.rules.sizes import resolve_sizes
+from jaxpipe.run.start import resolve_on_one_device
 
 
 def load_small(overrides):

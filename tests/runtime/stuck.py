@@ -16,9 +16,9 @@ from pathlib import Path
 import jax
 
 from jaxpipe import train
-from jaxpipe.runtime import storage
+from jaxpipe.run import loop
 from jaxpipe.runtime.position import PHASES
-from jaxpipe.training import loop
+from jaxpipe.runtime.storage import files as storage
 
 STEP = 5  # the first save is after step 4
 FOREVER = 10**6  # seconds

@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime.collective_order import most_at_once, why_not_loadable
 from jaxpipe.runtime.environment import use_cpu_devices
+from jaxpipe.runtime.programs.collective_order import most_at_once, why_not_loadable
 
 
 def ordered(x):

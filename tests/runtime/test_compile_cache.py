@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime.compile_cache import use_compile_cache
-from jaxpipe.runtime.storage import cache_folder
+from jaxpipe.runtime.programs.compile_cache import use_compile_cache
+from jaxpipe.runtime.storage.files import cache_folder
 
 SCRIPT = """
 import sys

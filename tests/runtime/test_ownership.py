@@ -13,10 +13,11 @@ from msgspec.structs import replace
 from several import wait_for_step
 
 from jaxpipe.config import ConfigError, RunConfig, load
-from jaxpipe.runtime import ownership, processes
-from jaxpipe.runtime.directory import LOCK, locked, resolve_links
-from jaxpipe.runtime.ownership import OWNER, Ownership
-from jaxpipe.runtime.spool import Spool
+from jaxpipe.runtime import processes
+from jaxpipe.runtime.storage import ownership
+from jaxpipe.runtime.storage.directory import LOCK, locked, resolve_links
+from jaxpipe.runtime.storage.ownership import OWNER, Ownership
+from jaxpipe.runtime.storage.spool import Spool
 
 REPORT = {
     "process": 0, "started": "2026-11-28T10-00-00", "beat": 3, "written": "", "host": "elsewhere",

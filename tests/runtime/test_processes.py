@@ -17,7 +17,8 @@ from several import ends, free_port, start_all, wait_for_step
 
 from jaxpipe import train
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime import command, directory, processes
+from jaxpipe.runtime import command, processes
+from jaxpipe.runtime.storage import directory
 
 DEVICES = 8
 MESH = {  # other layouts of the same global batch; each process has full pipeline ranks or parts

@@ -16,10 +16,10 @@ from several import ends, free_port
 
 from jaxpipe.config import load
 from jaxpipe.planning import Devices, resolve
-from jaxpipe.runtime.compile_cache import compile_timed
-from jaxpipe.runtime.program_store import ProgramStore
-from jaxpipe.training import agreement
-from jaxpipe.training.agreement import inputs_of_programs
+from jaxpipe.run import agreement
+from jaxpipe.run.agreement import inputs_of_programs
+from jaxpipe.runtime.programs.compile_cache import compile_timed
+from jaxpipe.runtime.programs.program_store import ProgramStore
 
 
 @pytest.fixture

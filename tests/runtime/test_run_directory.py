@@ -13,10 +13,10 @@ from event_files import read_events
 
 from jaxpipe import train
 from jaxpipe.config import load
-from jaxpipe.runtime.directory import AppendedFile, WriteGuard
-from jaxpipe.runtime.storage import write_whole
-from jaxpipe.training.loggers import open_loggers
-from jaxpipe.training.metrics import MetricsLog
+from jaxpipe.run.watch.loggers import open_loggers
+from jaxpipe.run.watch.metrics import MetricsLog
+from jaxpipe.runtime.storage.directory import AppendedFile, WriteGuard
+from jaxpipe.runtime.storage.files import write_whole
 
 ROOT = Path(__file__).parents[2]
 ONE = ["parallel.pp=1", "parallel.dp=1", "train.eval_every=0"]
@@ -65,7 +65,7 @@ def test_records_that_cannot_be_written_wait_in_order(tmp_path, monkeypatch):
 
 
 def test_what_waits_is_bounded_and_what_is_lost_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxpipe.runtime.directory._MOST_WAITING", 40)
+    monkeypatch.setattr("jaxpipe.runtime.storage.directory._MOST_WAITING", 40)
     FullDisk(monkeypatch)
     file = AppendedFile(tmp_path / "log")
     for number in range(10):
@@ -182,7 +182,7 @@ def test_a_recording_on_a_full_disk_is_reported(tmp_path, monkeypatch):
     """As XLA reports it; the steps go on, for the window of a run and for its bubbles alike."""
     import jax
 
-    from jaxpipe.training.recording import RecordingWindow, recording
+    from jaxpipe.run.measure.recording import RecordingWindow, recording
 
     def lack():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: x.pb; No space left on device")

@@ -16,13 +16,13 @@ from commands import SMALL, losses, start, train_command
 
 from jaxpipe import train
 from jaxpipe.config import ConfigError, load
-from jaxpipe.runtime.directory import LOCK, locked
+from jaxpipe.runtime.storage.directory import LOCK, locked
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
 import sys, time
 from pathlib import Path
-from jaxpipe.runtime.directory import locked
+from jaxpipe.runtime.storage.directory import locked
 with locked(Path(sys.argv[1]), print):
     print("held", flush=True)
     time.sleep(600)

@@ -23,7 +23,7 @@ from pathlib import Path
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxpipe.config import ConfigError
 from jaxpipe.runtime import saved_programs
-from jaxpipe.runtime.compile_cache import compile_timed
+from jaxpipe.runtime.programs.compile_cache import compile_timed
 
 what, folder, width = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -92,8 +92,8 @@ from jaxpipe.runtime.environment import use_cpu_devices
 use_cpu_devices(int(sys.argv[1]))
 processes.join()
 from jaxpipe.config import load
-from jaxpipe.gpu.check import lower_step
-from jaxpipe.runtime.saved_programs import save_program
+from jaxpipe.lab.gpu.check import lower_step
+from jaxpipe.runtime.programs.saved_programs import save_program
 from jaxpipe.training.trainer import Trainer
 
 trainer = Trainer.resolve(load({str(SMALL)!r}, sys.argv[3:]))

@@ -13,12 +13,13 @@ from commands import SMALL
 from object_store import BUCKET, clear, client, connect, keys, read, s3_server
 
 from jaxpipe.config import ConfigError, load
-from jaxpipe.data import prepare
 from jaxpipe.data.__main__ import main as data
-from jaxpipe.data.token_files import find_prepared_folders, open_documents
-from jaxpipe.runtime import object_stores, remote_output, storage
-from jaxpipe.runtime.directory import locked
-from jaxpipe.runtime.spool import Spool
+from jaxpipe.data.prepare import preparation as prepare
+from jaxpipe.data.shards.token_files import find_prepared_folders, open_documents
+from jaxpipe.runtime.storage import files as storage
+from jaxpipe.runtime.storage import object_stores, remote_output
+from jaxpipe.runtime.storage.directory import locked
+from jaxpipe.runtime.storage.spool import Spool
 
 ROOT = f"s3://{BUCKET}"
 

@@ -10,8 +10,8 @@ from several import ends, free_port
 
 from jaxpipe.checkpoint.integrity import succeed_on_all_processes
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime import storage_errors
-from jaxpipe.runtime.storage_errors import as_os_errors, passes, remedy_of, retry
+from jaxpipe.runtime.storage import errors as storage_errors
+from jaxpipe.runtime.storage.errors import as_os_errors, passes, remedy_of, retry
 
 NOWHERE = "http://127.0.0.1:9"
 WORDS = {

@@ -11,8 +11,8 @@ import pytest
 from jaxpipe.checkpoint import save_barrier
 from jaxpipe.runtime import position
 from jaxpipe.runtime.activity import DEVICES, OWN_WORK, PROCESSES, activity
+from jaxpipe.runtime.hang_cause import Report, verdict
 from jaxpipe.runtime.position import PHASES
-from jaxpipe.runtime.verdict import Report, verdict
 
 
 def report(process, number=40, waits=DEVICES, **other):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxpipe.model.gpt2.config import GPT2Config
+from jaxpipe.model.families.gpt2.config import GPT2Config
 
 GPT2 = GPT2Config(n_layers=2, d_model=32, n_heads=4, d_ff=48, vocab_size=64, max_seq_len=64)
 

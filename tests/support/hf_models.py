@@ -13,12 +13,12 @@ from hf_gpt2 import GPT2
 from hf_moe import QWEN3_MOE, SQUARE_MOE
 from safetensors.numpy import load_file, save_file
 
-from jaxpipe.checkpoint.huggingface import export_huggingface, import_huggingface
-from jaxpipe.checkpoint.serving import ServingFiles
-from jaxpipe.checkpoint.streaming import StoredCheckpoint
+from jaxpipe.checkpoint.hf.parameters import export_huggingface, import_huggingface
+from jaxpipe.checkpoint.hf.serving import ServingFiles
+from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.core.contract import Context
 from jaxpipe.model import FAMILIES
-from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.families.llama.config import LlamaConfig
 
 LLAMA = LlamaConfig(
     n_layers=3, d_model=32, n_heads=4, n_kv_heads=2, d_ff=48, vocab_size=64, rope_theta=10000.0

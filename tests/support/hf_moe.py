@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.families.llama.config import LlamaConfig
 
 # Every second layer is sparse except among the first two: only the last one is.
 QWEN3_MOE = LlamaConfig(

@@ -25,14 +25,14 @@ from jaxpipe.core.mesh import (
 from jaxpipe.core.schedule.lockstep import PLAIN
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.ahead import rows_ahead
-from jaxpipe.model.deepseek.config import DeepseekConfig
-from jaxpipe.model.gemma3.config import Gemma3Config
-from jaxpipe.model.gpt2.config import GPT2Config
-from jaxpipe.model.gpt_oss.config import GptOssConfig
-from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama4.config import Llama4Config
+from jaxpipe.model.families.deepseek.config import DeepseekConfig
+from jaxpipe.model.families.gemma3.config import Gemma3Config
+from jaxpipe.model.families.gpt2.config import GPT2Config
+from jaxpipe.model.families.gpt_oss.config import GptOssConfig
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.families.llama4.config import Llama4Config
+from jaxpipe.model.layers.moe.balance import REAL
 from jaxpipe.model.loss import IGNORE
-from jaxpipe.model.moe.balance import REAL
 from jaxpipe.schedules import build
 
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}

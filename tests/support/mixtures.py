@@ -28,10 +28,10 @@ from jaxpipe.core.mesh import (
 )
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.ahead import rows_ahead
-from jaxpipe.model.deepseek.config import DeepseekConfig
-from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.families.deepseek.config import DeepseekConfig
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.layers.moe.reference import OneHot
 from jaxpipe.model.loss import IGNORE
-from jaxpipe.model.moe.reference import OneHot
 from jaxpipe.schedules import build
 
 SIZES = {
@@ -119,7 +119,7 @@ def wanted(model, crowded=False, routed=False, slices=1):
     """Return the step of the one-hot reference on one device."""
     decoder, shared, layers, batch, variables = problem(model, crowded, routed)
     batch = shard_batch(batch, slices=slices, cp=1, dp=1)
-    with patch("jaxpipe.model.moe.layer.choose_dispatch", one_hot):
+    with patch("jaxpipe.model.layers.moe.layer.choose_dispatch", one_hot):
         functions = replace(decoder, slices=slices).functions
         return jax.device_get(
             step_ref(functions, shared, layers, batch, slices, variables=variables)
@@ -158,7 +158,7 @@ def unpadded(model):
     heads, routers, terms, tokens = [], [], [], []
     for length in sorted({*HELD} - {0}):
         own = {name: leaf[held() == length][None, :, :length] for name, leaf in batch.items()}
-        with patch("jaxpipe.model.moe.layer.choose_dispatch", one_hot):
+        with patch("jaxpipe.model.layers.moe.layer.choose_dispatch", one_hot):
             made, without = (
                 step_ref(each.functions, shared, layers, own, variables=variables)
                 for each in (decoder, plain)

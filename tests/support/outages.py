@@ -66,8 +66,8 @@ if FLAG:
         module.LIMIT /= FASTER
         module._LONGEST_PAUSE /= FASTER
     HOOKS = {
-        "jaxpipe.data.tokens": of_tokens, "jaxpipe.runtime.storage": of_storage,
-        "jaxpipe.runtime.storage_errors": of_errors, "jaxpipe.runtime.directory": of_logs,
+        "jaxpipe.data.shards.tokens": of_tokens, "jaxpipe.runtime.storage.files": of_storage,
+        "jaxpipe.runtime.storage.errors": of_errors, "jaxpipe.runtime.storage.directory": of_logs,
     }
     import importlib.util
     sys.meta_path.insert(0, Hook())

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from jaxpipe.planning import Devices, resolve
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.rules.across import check_settings
 
 
 def resolved(config, **described):

@@ -18,11 +18,11 @@ from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.config import LogConfig, RunConfig
 from jaxpipe.core.contract import StageFunctions
 from jaxpipe.core.mesh import ReplicaFactors, make_mesh
-from jaxpipe.training.loggers import open_loggers
-from jaxpipe.training.loop import TrainLoop
-from jaxpipe.training.metrics import MetricsLog
-from jaxpipe.training.progress import Progress
-from jaxpipe.training.start import start
+from jaxpipe.run.loop import TrainLoop
+from jaxpipe.run.start import start
+from jaxpipe.run.watch.loggers import open_loggers
+from jaxpipe.run.watch.metrics import MetricsLog
+from jaxpipe.run.watch.progress import Progress
 from jaxpipe.training.trainer import Trainer
 
 KINDS = ("routed", "experts") * 2

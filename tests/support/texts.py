@@ -10,9 +10,9 @@ import pyarrow.parquet
 import zstandard
 from rich.console import Console
 
-from jaxpipe.data.manifest import FolderManifest
-from jaxpipe.data.prepare import PrepareOptions, prepare
-from jaxpipe.data.token_files import open_documents
+from jaxpipe.data.prepare.preparation import PrepareOptions, prepare
+from jaxpipe.data.shards.manifest import FolderManifest
+from jaxpipe.data.shards.token_files import open_documents
 
 TEXTS = ["one", "zwei drei\n", "", "четыре", "five " * 40]
 

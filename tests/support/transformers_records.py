@@ -10,11 +10,11 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from updates import SETTINGS
 
-from jaxpipe.checkpoint.huggingface import model_settings
-from jaxpipe.checkpoint.naming import list_parameters
+from jaxpipe.checkpoint.hf.naming import list_parameters
+from jaxpipe.checkpoint.hf.parameters import model_settings
 from jaxpipe.config import from_builtins
 from jaxpipe.model.loss import IGNORE
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.training.trainer import Trainer
 
 DATA = Path(__file__).parents[1] / "data" / "outside"

@@ -12,9 +12,10 @@ import time
 import jax
 
 from jaxpipe import train
-from jaxpipe.model.llama.layers import LlamaAttention
+from jaxpipe.model.families.llama.layers import LlamaAttention
+from jaxpipe.run import loop
+from jaxpipe.run.watch import progress
 from jaxpipe.runtime import position
-from jaxpipe.training import loop, progress
 
 SPAN = 30  # steps of a span of `in_spans`
 

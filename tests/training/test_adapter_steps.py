@@ -5,9 +5,9 @@ import pytest
 
 from jaxpipe import config as configs
 from jaxpipe import schedules
-from jaxpipe.planning.checks import check_settings
-from jaxpipe.verification.observed import compare
-from jaxpipe.verification.verifying import Verification
+from jaxpipe.lab.verification.observed import compare
+from jaxpipe.lab.verification.verifying import Verification
+from jaxpipe.planning.rules.across import check_settings
 
 ADAPTERS = """
 [model]

@@ -6,8 +6,8 @@ from commands import SMALL, metrics
 from jaxpipe import config as configs
 from jaxpipe import train
 from jaxpipe.planning import Devices, Hardware, analytic, arrange, estimate
+from jaxpipe.run.measure import bubble
 from jaxpipe.schedules.timing.recording import ProfileError
-from jaxpipe.training import bubble
 
 HOW = ["parallel.schedule=zb_h1", "parallel.pp=2", "parallel.dp=4", "train.eval_every=0"]
 SHARED = "parallel.vocab_parallel_pp=true"  # adds a tick to the loop, not to the schedule

@@ -15,14 +15,14 @@ from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.config import load
 from jaxpipe.data.batches import DocumentLengths
 from jaxpipe.data.sources import open_data
-from jaxpipe.planning.checks import check_settings
-from jaxpipe.runtime.program_store import ProgramStore
+from jaxpipe.planning.rules.across import check_settings
+from jaxpipe.run.loop import TrainLoop
+from jaxpipe.run.start import start
+from jaxpipe.run.watch.metrics import MetricsLog
+from jaxpipe.run.watch.progress import Progress
+from jaxpipe.runtime.programs.program_store import ProgramStore
 from jaxpipe.training import compiled
 from jaxpipe.training.compiled import CompiledSteps
-from jaxpipe.training.loop import TrainLoop
-from jaxpipe.training.metrics import MetricsLog
-from jaxpipe.training.progress import Progress
-from jaxpipe.training.start import start
 from jaxpipe.training.trainer import Trainer
 
 TINY = ["parallel.pp=2", "parallel.dp=1", "model.n_layers=2", "train.grad_accum_steps=2"]

@@ -17,10 +17,10 @@ from jaxpipe import config as configs
 from jaxpipe import train
 from jaxpipe.config import ConfigError
 from jaxpipe.core.executor import program
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.rules.across import check_settings
+from jaxpipe.run import corruption
+from jaxpipe.run.corruption import CorruptionCheck, outvoted
 from jaxpipe.runtime.exit_code import ExitCode
-from jaxpipe.training import corruption
-from jaxpipe.training.corruption import CorruptionCheck, outvoted
 
 HOW = [
     "parallel.pp=2", "parallel.dp=2", "optimizer.decay=constant", "train.deterministic=true",

@@ -16,7 +16,7 @@ from jaxpipe.core.executor import Execution, Pipeline
 from jaxpipe.core.executor.messages import MessagePrinter
 from jaxpipe.core.mesh import make_mesh
 from jaxpipe.core.schedule import Lockstep
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.schedules import build
 from jaxpipe.training.batch_sharder import random_batch
 from jaxpipe.training.trainer import Trainer

@@ -16,15 +16,15 @@ from jaxpipe import config as configs
 from jaxpipe.core.executor import Execution, Pipeline, step_ref
 from jaxpipe.core.mesh import ExpertParallel, ReplicaFactors, TensorParallel, make_mesh
 from jaxpipe.model.ahead import rows_ahead
-from jaxpipe.model.deepseek.config import DeepseekConfig
-from jaxpipe.model.deepseek.decoder import DeepseekDecoder
-from jaxpipe.model.fp8 import Fp8
-from jaxpipe.model.gpt2.config import GPT2Config
-from jaxpipe.model.gpt2.decoder import GPT2
-from jaxpipe.model.grouped_fp8 import GroupedFp8
-from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.decoder import LlamaDecoder
-from jaxpipe.model.lora import Adapters, LoraDecoder
+from jaxpipe.model.families.deepseek.config import DeepseekConfig
+from jaxpipe.model.families.deepseek.decoder import DeepseekDecoder
+from jaxpipe.model.families.gpt2.config import GPT2Config
+from jaxpipe.model.families.gpt2.decoder import GPT2
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.families.llama.decoder import LlamaDecoder
+from jaxpipe.model.kernels.grouped_fp8 import GroupedFp8
+from jaxpipe.model.layers.fp8 import Fp8
+from jaxpipe.model.layers.lora import Adapters, LoraDecoder
 from jaxpipe.schedules import build
 from jaxpipe.training.trainer import Trainer
 

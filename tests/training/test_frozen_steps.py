@@ -15,8 +15,8 @@ from jaxpipe.core.contract.parameter import ParamSpec
 from jaxpipe.core.mesh import PP
 from jaxpipe.core.mesh.flags import is_trained, select
 from jaxpipe.model import FAMILIES
-from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.memory import rank_bytes
+from jaxpipe.planning.cost.costs import costs_of
+from jaxpipe.planning.cost.memory import rank_bytes
 from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.trainer import Trainer
 

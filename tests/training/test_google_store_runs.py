@@ -6,7 +6,7 @@ import pytest
 from commands import SMALL, losses
 
 from jaxpipe import train
-from jaxpipe.runtime.storage import download, list_files, open_path
+from jaxpipe.runtime.storage.files import download, list_files, open_path
 
 ADDRESS = "gs://jaxpipe-test/run"
 TINY = [

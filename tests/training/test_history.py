@@ -11,7 +11,7 @@ from commands import SMALL
 
 from jaxpipe import train
 from jaxpipe.config import load
-from jaxpipe.training.history import commit
+from jaxpipe.run.history import commit
 
 QUIET = ["train.eval_every=0", "optimizer.warmup_steps=0", "parallel.pp=1"]
 

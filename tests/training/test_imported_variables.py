@@ -8,11 +8,11 @@ from msgspec.structs import replace
 from outside.test_deepseek import MODELS
 
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
-from jaxpipe.checkpoint.huggingface import model_settings
-from jaxpipe.checkpoint.naming import list_parameters
-from jaxpipe.checkpoint.streaming import LazyArray, save_parameters
+from jaxpipe.checkpoint.hf.naming import list_parameters
+from jaxpipe.checkpoint.hf.parameters import model_settings
+from jaxpipe.checkpoint.hf.streaming import LazyArray, save_parameters
 from jaxpipe.config import from_builtins
-from jaxpipe.training.start import start
+from jaxpipe.run.start import start
 from jaxpipe.training.trainer import Trainer
 
 

@@ -9,10 +9,10 @@ from commands import SMALL, metrics
 
 from jaxpipe import train
 from jaxpipe.config import load
-from jaxpipe.runtime.directory import WriteGuard
-from jaxpipe.training import loggers
-from jaxpipe.training.loggers import Observer, open_loggers
-from jaxpipe.training.metrics import MetricsLog
+from jaxpipe.run.watch import loggers
+from jaxpipe.run.watch.loggers import Observer, open_loggers
+from jaxpipe.run.watch.metrics import MetricsLog
+from jaxpipe.runtime.storage.directory import WriteGuard
 
 STAND_IN = '''
 import json, pathlib, time

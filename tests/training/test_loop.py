@@ -14,12 +14,13 @@ from routed import batches, restored, run, trainer_of
 from toy import NOT_FINITE
 
 from jaxpipe.config import load
+from jaxpipe.run import loop
+from jaxpipe.run import pending_steps as unread
+from jaxpipe.run.loop import TrainLoop
+from jaxpipe.run.start import DataPosition
+from jaxpipe.run.watch.metrics import MetricsLog
 from jaxpipe.runtime import position
-from jaxpipe.training import loop, unread
 from jaxpipe.training.compiled import CompiledSteps
-from jaxpipe.training.loop import TrainLoop
-from jaxpipe.training.metrics import MetricsLog
-from jaxpipe.training.start import DataPosition
 from jaxpipe.training.state import State
 from jaxpipe.training.step_guard import StepGuard
 

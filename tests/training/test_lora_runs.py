@@ -13,11 +13,11 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpipe import config as configs
 from jaxpipe.checkpoint.__main__ import main as checkpoint_command
-from jaxpipe.checkpoint.adapters import export_adapters
+from jaxpipe.checkpoint.hf.adapters import export_adapters
 from jaxpipe.config import ConfigError
-from jaxpipe.planning.checks import check_settings
-from jaxpipe.planning.costs import costs_of
-from jaxpipe.planning.memory import rank_bytes
+from jaxpipe.planning.cost.costs import costs_of
+from jaxpipe.planning.cost.memory import rank_bytes
+from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.score import main as score_command
 from jaxpipe.train import main as train_command
 from jaxpipe.train import train

@@ -22,8 +22,8 @@ from jaxpipe.planning import (
     resolve,
     write_own,
 )
+from jaxpipe.run.measure import measured_costs
 from jaxpipe.runtime import processes
-from jaxpipe.training import measured_costs
 
 HOW = ("parallel.costs=measure", "parallel.schedule=zbv", "parallel.pp=2", "parallel.dp=1")
 CPUS = Devices("cpu", count=2)

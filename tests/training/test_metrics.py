@@ -17,11 +17,11 @@ from jaxpipe import optimizer as optimizers
 from jaxpipe.config import LogConfig, load
 from jaxpipe.data.batches import DocumentLengths
 from jaxpipe.model import PRESETS
-from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.run.watch.loggers import open_loggers
+from jaxpipe.run.watch.metrics import MetricsLog
+from jaxpipe.run.watch.progress import Progress, describe
 from jaxpipe.runtime.devices import memory_peak, peak_flops
-from jaxpipe.training.loggers import open_loggers
-from jaxpipe.training.metrics import MetricsLog
-from jaxpipe.training.progress import Progress, describe
 from jaxpipe.training.trainer import Trainer
 
 
@@ -170,7 +170,7 @@ def test_each_step_stands_once_after_a_resume(tmp_path):
 
 def test_event_files_are_read_in_the_order_of_starts_whatever_the_clock(tmp_path, monkeypatch):
     for clock in (2000, 1000, 3000):
-        monkeypatch.setattr("jaxpipe.training.tensorboard.time.time", lambda now=clock: now)
+        monkeypatch.setattr("jaxpipe.run.watch.tensorboard.time.time", lambda now=clock: now)
         write(tmp_path, [1], last_step=0)
     names = sorted(path.name for path in (tmp_path / "tensorboard").iterdir())
     assert [int(name.split(".")[3]) for name in names] == [2000, 2001, 3000]
@@ -294,7 +294,7 @@ def test_events_do_not_import_torch(tmp_path):
     """A run's process would get CUDA libraries of another version."""
     (tmp_path / "torch.py").write_text("print('imported')")
     code = (
-        f"from jaxpipe.config import load; from jaxpipe.training.tensorboard import TensorBoard;"
+        f"from jaxpipe.config import load; from jaxpipe.run.watch.tensorboard import TensorBoard;"
         f"board = TensorBoard(load({str(SMALL)!r}, ['run.dir={tmp_path}']), 0);"
         f"board.show(1, {{'loss': 1.0}}); board.close(); print('shown'); import torch"
     )

@@ -12,7 +12,7 @@ from routed import restored, run
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.data.samples import PADDING
-from jaxpipe.planning.expert_checks import check_recording
+from jaxpipe.planning.rules.experts import check_recording
 from jaxpipe.train import train
 from jaxpipe.training.trainer import Trainer
 

@@ -20,8 +20,8 @@ from jaxpipe.core.jax_internals import used_inputs
 from jaxpipe.core.mesh import is_stage_stacked, stage_stacked_trees
 from jaxpipe.core.mesh.flags import is_trained, select
 from jaxpipe.planning import Devices, arrange
-from jaxpipe.planning.memory import rank_bytes
-from jaxpipe.training.moments import fetched, returned, update_in_turn
+from jaxpipe.planning.cost.memory import rank_bytes
+from jaxpipe.training.offloaded_moments import fetched, returned, update_in_turn
 from jaxpipe.training.trainer import Trainer
 
 SIZES = ["parallel.pp=2", "parallel.dp=1", "model.n_layers=2"]

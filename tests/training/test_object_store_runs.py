@@ -17,10 +17,10 @@ from object_store import BUCKET, clear, connect, keys, read, s3_server
 from several import ends, start_all
 
 from jaxpipe import train
+from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.checkpoint.listing import list_steps
-from jaxpipe.checkpoint.streaming import StoredCheckpoint
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime.storage import open_path
+from jaxpipe.runtime.storage.files import open_path
 
 KILLS = int(os.environ.get("STORE_KILLS", "3"))
 TINY = [

@@ -9,12 +9,12 @@ import pytest
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.lab.verification.observed import compare
+from jaxpipe.lab.verification.verifying import Verification
+from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.training.batch_sharder import random_batch
 from jaxpipe.training.scores import BatchScores
 from jaxpipe.training.trainer import Trainer
-from jaxpipe.verification.observed import compare
-from jaxpipe.verification.verifying import Verification
 
 HOME = Path(__file__).parents[2]
 MODULE = """

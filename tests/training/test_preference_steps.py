@@ -6,11 +6,11 @@ import pytest
 
 from jaxpipe import config as configs
 from jaxpipe import schedules
+from jaxpipe.lab.verification.observed import compare
+from jaxpipe.lab.verification.verifying import Verification
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.preference import DpoLoss
-from jaxpipe.planning.checks import check_settings
-from jaxpipe.verification.observed import compare
-from jaxpipe.verification.verifying import Verification
+from jaxpipe.planning.rules.across import check_settings
 
 PAIRS = """
 [model]

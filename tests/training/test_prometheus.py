@@ -9,9 +9,9 @@ from several import free_port
 
 from jaxpipe import train
 from jaxpipe.config import load
-from jaxpipe.runtime.directory import WriteGuard
-from jaxpipe.training.loggers import open_loggers
-from jaxpipe.training.metrics import MetricsLog
+from jaxpipe.run.watch.loggers import open_loggers
+from jaxpipe.run.watch.metrics import MetricsLog
+from jaxpipe.runtime.storage.directory import WriteGuard
 
 pytest.importorskip("prometheus_client")
 

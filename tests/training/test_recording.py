@@ -9,8 +9,8 @@ from test_loop import Recorder
 
 from jaxpipe import train
 from jaxpipe.config import load
-from jaxpipe.training import recording
-from jaxpipe.training.bubble import events_of
+from jaxpipe.run.measure import recording
+from jaxpipe.run.measure.bubble import events_of
 
 QUIET = ("train.eval_every=0", "checkpoint.every=0")
 

@@ -7,7 +7,7 @@ from browser import colours_of, embedded, opened, references
 
 from jaxpipe import train
 from jaxpipe.config import ConfigError
-from jaxpipe.training.report import write_report
+from jaxpipe.run.watch.report import write_report
 
 STEPS = [
     {"step": 1, "loss": 5.5, "tokens_per_second": 100.0, "grad_norm": 2.0},

@@ -22,10 +22,10 @@ from toy import LENGTH
 from jaxpipe import config as configs
 from jaxpipe import train
 from jaxpipe.config import ConfigError
-from jaxpipe.planning.checks import check_settings
-from jaxpipe.training.loggers import open_loggers
-from jaxpipe.training.metrics import MetricsLog
-from jaxpipe.training.rollback import Failure, roll_back
+from jaxpipe.planning.rules.across import check_settings
+from jaxpipe.run.rollback import Failure, roll_back
+from jaxpipe.run.watch.loggers import open_loggers
+from jaxpipe.run.watch.metrics import MetricsLog
 from jaxpipe.training.step_guard import StepGuard, able_to_go_on, without_spikes
 
 SETTINGS = [

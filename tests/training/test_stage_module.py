@@ -11,8 +11,8 @@ from jaxpipe.core.mesh import make_mesh
 from jaxpipe.core.schedule import compute_layer_assignment
 from jaxpipe.flax_models import Stage, build_pipeline_schedule, build_pipeline_stage
 from jaxpipe.model import FAMILIES
-from jaxpipe.model.gpt2.config import GPT2Config
-from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.families.gpt2.config import GPT2Config
+from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.training.stage_module import build_stage_module
 
 SIZES = {"n_layers": 4, "d_model": 8, "vocab_size": 16, "n_heads": 2, "d_ff": 16}

@@ -17,7 +17,7 @@ from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.checkpoint.exclusion import leaves_by_name
 from jaxpipe.checkpoint.integrity import add_checksum
 from jaxpipe.config import load, to_toml
-from jaxpipe.training.start import rate_jump, start
+from jaxpipe.run.start import rate_jump, start
 from jaxpipe.training.trainer import Trainer
 
 SMALL = str(Path(__file__).parents[1] / "data" / "small.toml")

@@ -14,11 +14,11 @@ from several import start_all, wait_for_step
 
 from jaxpipe import train
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime.verdict import Report
-from jaxpipe.training import log_lines
-from jaxpipe.training import status as status_module
-from jaxpipe.training.metrics import MetricsLog
-from jaxpipe.training.status import status
+from jaxpipe.run.watch import log_lines
+from jaxpipe.run.watch import status as status_module
+from jaxpipe.run.watch.metrics import MetricsLog
+from jaxpipe.run.watch.status import status
+from jaxpipe.runtime.hang_cause import Report
 
 SIZES = ["parallel.pp=2", "parallel.dp=1", "train.eval_every=0", "log.tensorboard=false"]
 
@@ -41,7 +41,7 @@ def test_it_tells_whether_a_run_goes_on(tmp_path, monkeypatch, count):
         (line,) = [line for line in going.splitlines() if line.startswith(f"process {index}")]
         assert " is " in line
         assert "died" not in line
-    monkeypatch.setattr("jaxpipe.training.status._RECENT", -1.0)  # the time has passed
+    monkeypatch.setattr("jaxpipe.run.watch.status._RECENT", -1.0)  # the time has passed
     dead = status(tmp_path)
     assert dead.count("died or is stopped") == count
     assert "hung" not in dead

@@ -14,8 +14,8 @@ from commands import SMALL, metrics
 from several import ends, start_all
 from slow import SPAN, slow_process
 
+from jaxpipe.run.measure.slow_process import Blame, Finding, StragglerWindow, find_op, find_process
 from jaxpipe.schedules.timing.lost_time import LINK, LostTime
-from jaxpipe.training.blame import Blame, Finding, StragglerWindow, find_op, find_process
 
 SCRIPT = Path(__file__).parent / "slow.py"
 TRIALS = int(os.environ.get("STRAGGLER_TRIALS", "3"))

@@ -12,9 +12,9 @@ from jaxpipe.config.units import readable_bytes
 from jaxpipe.core.schedule import Lockstep, lower
 from jaxpipe.planning import Devices, arrange, rank_bytes
 from jaxpipe.planning.advice import advise_on_in_flight
-from jaxpipe.planning.checks import check_settings
-from jaxpipe.training import summary as summary_module
-from jaxpipe.training.summary import summary
+from jaxpipe.planning.rules.across import check_settings
+from jaxpipe.run.watch import summary as summary_module
+from jaxpipe.run.watch.summary import summary
 from jaxpipe.training.trainer import Trainer
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"

@@ -18,9 +18,9 @@ from jaxpipe import config as configs
 from jaxpipe.core.contract import Context
 from jaxpipe.data.batches import DataSplit, heldout_order
 from jaxpipe.model.loss import IGNORE
+from jaxpipe.run.loop import TrainLoop
 from jaxpipe.training import step_guard
 from jaxpipe.training.compiled import CompiledSteps
-from jaxpipe.training.loop import TrainLoop
 from jaxpipe.training.trainer import Trainer
 
 LENGTH, ROWS = 16, 7

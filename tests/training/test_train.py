@@ -80,7 +80,7 @@ def test_killed_while_saving_then_resumed_elsewhere(tmp_path, uninterrupted):
 
 @pytest.mark.extended
 def test_a_deterministic_run_is_bitwise_the_same_again(tmp_path, uninterrupted):
-    """On CPU every run is deterministic; tests/gpu/test_compiler.py has the options for GPUs."""
+    """On CPU every run is deterministic; for GPUs: tests/lab/gpu/test_compiler.py."""
     assert train.main([str(SMALL), f"run.dir={tmp_path}", "train.deterministic=true"]) == 0
     runs = [metrics(directory) for directory in (tmp_path, uninterrupted)]
     for name in ("loss", "grad_norm", "eval_loss"):

@@ -13,9 +13,9 @@ from saved_runs import saved_run
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.rules.across import check_settings
+from jaxpipe.run.exports import Exports
 from jaxpipe.train import train
-from jaxpipe.training.exports import Exports
 from jaxpipe.training.weights import stream_weights
 
 MESHES = {

@@ -5,13 +5,14 @@ Pure Python and numpy; this package does not import jax. "Rank" means pipeline r
 
 from jaxpipe.core.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError, label
 from jaxpipe.core.schedule.assignment import assign_layers, compute_layer_assignment
-from jaxpipe.core.schedule.bidirectional import dualpipe, dualpipev
 from jaxpipe.core.schedule.cells import Costs, MemoryCosts
-from jaxpipe.core.schedule.custom import read_schedule, write_schedule
-from jaxpipe.core.schedule.forwards import forward_only
 from jaxpipe.core.schedule.lifetimes import Buffers
 from jaxpipe.core.schedule.lockstep import Lockstep
-from jaxpipe.core.schedule.loop import (
+from jaxpipe.core.schedule.lower import OverlapPair, Tables, lower
+from jaxpipe.core.schedule.orders.bidirectional import dualpipe, dualpipev
+from jaxpipe.core.schedule.orders.custom import read_schedule, write_schedule
+from jaxpipe.core.schedule.orders.forwards import forward_only
+from jaxpipe.core.schedule.orders.loop import (
     bfs,
     gpipe,
     interleaved_1f1b,
@@ -20,11 +21,10 @@ from jaxpipe.core.schedule.loop import (
     zb_h1,
     zb_h2,
 )
-from jaxpipe.core.schedule.lower import OverlapPair, Tables, lower
+from jaxpipe.core.schedule.orders.vshape import one_f_one_b_v, zbv_order
 from jaxpipe.core.schedule.row import TableRow
 from jaxpipe.core.schedule.simulate import SimulationReport, peak_memory, simulate
 from jaxpipe.core.schedule.validate import validate
-from jaxpipe.core.schedule.vshape import one_f_one_b_v, zbv_order
 
 __all__ = [
     "Action",

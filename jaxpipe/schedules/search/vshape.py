@@ -15,7 +15,7 @@ the order of `zbv` at equal costs is that of PyTorch's `ScheduleZBVZeroBubble`.
 from collections.abc import Callable
 
 from jaxpipe.core.schedule.action import Placement, Schedule
-from jaxpipe.core.schedule.vshape import zbv_order
+from jaxpipe.core.schedule.orders.vshape import zbv_order
 from jaxpipe.schedules.search.problem import SearchProblem
 from jaxpipe.schedules.search.search import search_schedule
 from jaxpipe.schedules.search.target import ANY_TARGET, Target, limit_in_units

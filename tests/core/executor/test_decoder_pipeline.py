@@ -10,8 +10,8 @@ from compare import assert_same
 
 from jaxpipe.core.executor import Execution, Pipeline, losses_and_gradients_ref
 from jaxpipe.core.mesh import StageLayout, make_mesh
-from jaxpipe.model.llama.config import LlamaConfig
-from jaxpipe.model.llama.decoder import LlamaDecoder
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.families.llama.decoder import LlamaDecoder
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.schedules import build
 

@@ -17,7 +17,7 @@ from jaxpipe.core.executor import Execution, Pipeline, step_ref
 from jaxpipe.core.mesh import ContextParallel, make_mesh, shard_batch
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.ahead import rows_ahead
-from jaxpipe.model.deepseek.config import DeepseekConfig
+from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.schedules import build
 

@@ -12,7 +12,7 @@ from oracles.mixture import expert_rows, sparse_layer_flops
 from programs import executed_flops, find_scan
 
 from jaxpipe import config as configs
-from jaxpipe.planning.memory import rank_bytes
+from jaxpipe.planning.cost.memory import rank_bytes
 from jaxpipe.training.trainer import Trainer
 
 SPARSE = ["model.n_experts=8", "model.experts_per_token=2", "model.d_expert=32",

@@ -14,7 +14,7 @@ from jaxpipe.core.executor import losses_and_gradients_ref
 from jaxpipe.core.mesh import shard_batch
 from jaxpipe.core.schedule import Lockstep
 from jaxpipe.core.split import split_layer
-from jaxpipe.model.llama.decoder import LlamaDecoder
+from jaxpipe.model.families.llama.decoder import LlamaDecoder
 
 
 def check(*args, **how):

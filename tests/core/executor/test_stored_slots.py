@@ -14,7 +14,7 @@ from jaxpipe.core.mesh import DP, EP, PP, RP, TP, ExpertParallel
 from jaxpipe.core.split import POLICIES
 from jaxpipe.core.split.split import Cotangent, split_layer
 from jaxpipe.model import FAMILIES
-from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.families.llama.config import LlamaConfig
 
 
 def sorts(jaxpr):

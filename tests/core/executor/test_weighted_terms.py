@@ -12,7 +12,7 @@ from jaxpipe.core.executor import Execution, Pipeline
 from jaxpipe.core.executor.reference import step_ref
 from jaxpipe.core.mesh import make_mesh
 from jaxpipe.schedules import build
-from jaxpipe.training.rates import losses_of
+from jaxpipe.training.step_metrics import losses_of
 
 BATCH, (SHARED, LAYERS) = toy_batch(0, 2, 1), toy_params(0, 1)
 

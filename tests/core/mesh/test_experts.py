@@ -9,7 +9,7 @@ from kernels import TOKAMAX
 from mixtures import EXAMPLES, LENGTH, MICROBATCHES, held, problem, run
 
 from jaxpipe.core.schedule import Lockstep
-from jaxpipe.model.moe.products import multiply_by_kernel
+from jaxpipe.model.layers.moe.products import multiply_by_kernel
 
 PAIRED = Lockstep(transfer_ticks=1, pairs=True)
 TOKENS = MICROBATCHES * EXAMPLES * LENGTH

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.core.mesh import StageLayout, make_mesh
-from jaxpipe.model.llama.config import LlamaConfig
+from jaxpipe.model.families.llama.config import LlamaConfig
 
 
 @pytest.mark.parametrize(("pp", "dp", "tp"), [(2, 2, 2), (4, 1, 2), (1, 8, 1), (8, 1, 1)])

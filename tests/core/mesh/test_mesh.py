@@ -31,7 +31,7 @@ from jaxpipe.core.mesh import ContextParallel, Sharding, StageLayout, TensorPara
 from jaxpipe.core.schedule import Lockstep
 from jaxpipe.core.split import POLICIES, split_layer
 from jaxpipe.core.split.split import Cotangent
-from jaxpipe.model.llama.decoder import LlamaDecoder
+from jaxpipe.model.families.llama.decoder import LlamaDecoder
 from jaxpipe.schedules import build
 
 SHARED = Lockstep(vocab_parallel=True)

@@ -22,7 +22,7 @@ from layer_outputs import recording
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import StateKeying
 from jaxpipe.core.contract import Aux
-from jaxpipe.planning.checks import check_settings
+from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.training.trainer import Trainer
 
 SEQUENCES, LENGTH, VOCABULARY = 8, 16, 48

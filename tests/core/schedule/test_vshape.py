@@ -7,7 +7,7 @@ import pytest
 from legal import QUICK
 
 from jaxpipe.core.schedule import Costs, MemoryCosts, peak_memory, simulate, validate
-from jaxpipe.core.schedule.vshape import zbv_order
+from jaxpipe.core.schedule.orders.vshape import zbv_order
 from jaxpipe.schedules import build
 
 DATA = Path(__file__).parents[2] / "data"

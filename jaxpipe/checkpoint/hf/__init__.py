@@ -1,0 +1,1 @@
+"""Checkpoints and adapters of Hugging Face, in and out."""

@@ -1,0 +1,173 @@
+"""The mapping between jaxpipe's parameter names and Hugging Face's tensor names."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpipe.checkpoint.hf.safetensors_directory import Shape, TensorFiles
+from jaxpipe.config import ConfigError
+from jaxpipe.model import FAMILIES, ModelConfig
+from jaxpipe.model.published import HuggingFace, HuggingFaceTensor
+
+Tree = Any
+VARIABLES = "variables"
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A jaxpipe parameter, such as `("layers", "3", "attn", "wq")`, and Hugging Face's tensor.
+
+    The model's state that is no parameter is named alike, as `("variables", "router_bias")`.
+    """
+
+    path: tuple[str, ...]
+    shape: Shape  # jaxpipe's
+    hf_tensor: HuggingFaceTensor  # with its full name
+    indices: tuple[int, ...] = ()  # of the tensors along the first dim, if stacked; (): 0, 1, ...
+
+    @property
+    def is_variable(self) -> bool:
+        """Whether it is state of the model that is no parameter; its dtype is always float32."""
+        return self.path[0] == VARIABLES
+
+    @property
+    def stored_path(self) -> tuple[str, ...]:
+        """Its path in a checkpoint."""
+        return self.path if self.is_variable else ("params", *self.path)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether Hugging Face has one tensor per index of the first dim (experts)."""
+        return "{}" in self.hf_tensor.name
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        """Names of the Hugging Face tensors, in order."""
+        name = self.hf_tensor.name
+        if not self.is_stacked:
+            return (name,)
+        return tuple(map(name.format, self.indices or range(self.shape[0])))
+
+    @property
+    def hf_shape(self) -> Shape:
+        """Shape of each Hugging Face tensor."""
+        *others, last = self.shape[1:] if self.is_stacked else self.shape
+        last *= self.hf_tensor.parts
+        return (*others[:-1], last, others[-1]) if self.hf_tensor.transposed else (*others, last)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its first dim is that of experts: it is as large as many other parameters."""
+        return len(self.shape) > 2
+
+    def from_hf(self, read: Callable[..., np.ndarray]) -> np.ndarray:
+        """The parameter from `read(name)`, or expert by expert from `read(name, expert)`."""
+        if self.is_stacked:
+            tensors = ((name,) for name in self.hf_names)
+        elif self.has_experts:
+            tensors = ((self.hf_names[0], expert) for expert in range(self.shape[0]))
+        else:
+            return self._slice_tensor(read(self.hf_names[0]))
+        stacked = None
+        for index, tensor in enumerate(tensors):
+            part = self._slice_tensor(read(*tensor))
+            if stacked is None:
+                stacked = np.empty(self.shape, part.dtype)
+            stacked[index] = part
+        return stacked
+
+    def _slice_tensor(self, tensor: np.ndarray) -> np.ndarray:
+        fused = tensor.swapaxes(-1, -2) if self.hf_tensor.transposed else tensor
+        part, width = self.hf_tensor.part, self.shape[-1]
+        if self.hf_tensor.interleaved:
+            return fused[..., part :: self.hf_tensor.parts]
+        return fused[..., part * width :][..., :width]
+
+
+def hf_format(model: ModelConfig) -> HuggingFace:
+    """How Hugging Face stores a model; `ConfigError` where no known architecture describes it."""
+    try:
+        return FAMILIES[model.family].format_of(model)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def list_parameters(model: ModelConfig, form: HuggingFace | None = None) -> list[NamedParameter]:
+    """All parameters of a model: embedding, final norm and head, layer by layer, then variables.
+
+    `form` has the names; None: those of `hf_format`.
+    """
+    form = form or hf_format(model)
+    built, key = FAMILIES[model.family].build(model), jax.random.key(0)
+    embed_head = _shapes_by_path(jax.eval_shape(built.init_embed_head, key))
+    order = built.functions.layer_kinds(model.pipeline_layers)
+    layers = {
+        kind: _shapes_by_path(jax.eval_shape(partial(built.init_layer, index=0, kind=kind), key))
+        for kind in set(order)
+    }
+    parameters = [
+        NamedParameter(("embed_head", *path), shape, form.ENDS["/".join(path)])
+        for path, shape in embed_head.items()
+    ]
+    for i, kind in enumerate(order):
+        for path, shape in layers[kind].items():
+            tensor = form.LAYER["/".join(path)]
+            named_tensor = tensor._replace(name=form.PREFIX.format(i) + tensor.name)
+            parameters.append(NamedParameter(("layers", str(i), *path), shape, named_tensor))
+    return parameters + _list_variables(model, form, built.functions.variables or {})
+
+
+def _list_variables(model: ModelConfig, form: HuggingFace, variables: Tree) -> list[NamedParameter]:
+    """The variables that Hugging Face stores, one tensor per sparse layer."""
+    return [
+        NamedParameter(
+            (VARIABLES, name),
+            variables[name].shape,
+            tensor._replace(name=form.PREFIX + tensor.name),
+            model.sparse_layers,
+        )
+        for name, tensor in getattr(form, "VARIABLES", {}).items()
+        if name in variables
+    ]
+
+
+def locate_parameters(
+    model: ModelConfig, form: HuggingFace, files: TensorFiles
+) -> list[NamedParameter]:
+    """The parameters of a model with the tensor names of `form` that `files` use.
+
+    Names lack their first part (`BASE`) where the files are of the model without its head. Experts
+    may be fused into one tensor (`FUSED`).
+    """
+    names = set(files.names)
+    bare = not any(name.startswith(form.BASE) for name in names)
+
+    def locate(parameter: NamedParameter) -> NamedParameter:
+        _, index, *path = parameter.path
+        fused = form.FUSED.get("/".join(path)) if parameter.path[0] == "layers" else None
+        choices = [parameter]
+        if fused is not None:
+            named = fused._replace(name=form.PREFIX.format(index) + fused.name)
+            choices.append(replace(parameter, hf_tensor=named))
+        if bare:
+            choices = [_remove_prefix(form.BASE, choice) for choice in choices]
+        return next((choice for choice in choices if choice.hf_names[0] in names), choices[0])
+
+    return [locate(parameter) for parameter in list_parameters(model, form)]
+
+
+def _remove_prefix(base: str, parameter: NamedParameter) -> NamedParameter:
+    """The parameter with the prefix `base` removed from its tensor name."""
+    return replace(
+        parameter,
+        hf_tensor=parameter.hf_tensor._replace(name=parameter.hf_tensor.name.removeprefix(base)),
+    )
+
+
+def _shapes_by_path(tree: Tree) -> dict[tuple[str, ...], Shape]:
+    leaves, _ = jax.tree.flatten_with_path(tree)
+    return {tuple(part.key for part in path): leaf.shape for path, leaf in leaves}

@@ -1,0 +1,1 @@
+"""Saves on the hosts' own disks or in their memory."""

@@ -1,0 +1,1 @@
+"""Text made into shards of token ids. Needs the extra `data`, and neither grain nor jax."""

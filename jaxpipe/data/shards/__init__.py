@@ -1,0 +1,1 @@
+"""Files of token ids: their formats, and documents in a fixed order."""

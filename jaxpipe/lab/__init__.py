@@ -1,0 +1,1 @@
+"""Tools for people who study jaxpipe itself; a training run imports none of them."""

@@ -1,0 +1,1 @@
+"""A search for the fastest mesh, schedule and memory settings."""

@@ -1,0 +1,165 @@
+"""Sizes and choices of a DeepSeek decoder, and the rules between them."""
+
+from collections.abc import Iterator
+from typing import Annotated, Self
+
+from msgspec import Meta
+from msgspec.structs import replace
+
+from jaxpipe.model.decoder_config import PositiveFloat
+from jaxpipe.model.family import Count, Positive
+from jaxpipe.model.layers.moe.config import NotNegative
+from jaxpipe.model.layers.rope.config import RotaryConfig
+
+PREDICTION = "prediction"  # the kind of the layer that predicts further tokens
+
+
+class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[model]`: a decoder with multi-head latent attention, with experts or without.
+
+    The fields of attention have the names of the published config.json.
+    """
+
+    kv_lora_rank: Positive  # width of the latent from which keys and values are computed
+    # width of the latent from which queries are computed; 0: no latent, queries come from x
+    q_lora_rank: Count = 0
+    qk_nope_head_dim: Positive  # dims of a query or key head that are not rotated
+    qk_rope_head_dim: Positive  # dims of a query head that are rotated; all heads share their keys
+    v_head_dim: Positive  # width of a head's values
+    norm_eps: PositiveFloat = 1e-6  # added to the mean square in every norm
+    rope_theta: PositiveFloat = 10000.0  # base of the rotary wavelengths
+    tie_embeddings: bool = False  # the head is the transposed embedding
+    # number of further tokens that each position predicts in training (multi-token prediction),
+    # each by a block of its own; 0: none
+    mtp_depth: Annotated[int, Meta(ge=0, le=16)] = 0
+    # weight of the loss of the further tokens: the mean over depths of the mean over the targets
+    # at each depth (DeepSeek-V3 report, equations 24 and 25)
+    mtp_weight: NotNegative = 0.1
+
+    @property
+    def head_size(self) -> int:
+        """Width of a query or key head, both parts."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of a head's values, and of its output."""
+        return self.v_head_dim
+
+    def for_inference(self, *, dropless: bool = True) -> Self:
+        """The same model without the prediction of further tokens; see `ModelConfig`."""
+        return replace(super().for_inference(dropless=dropless), mtp_depth=0)
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Number of further tokens that each position predicts in training."""
+        return self.mtp_depth
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of attention and MLP, or experts: layers, and depths of prediction."""
+        return self.n_layers + self.mtp_depth
+
+    @property
+    def pipeline_layers(self) -> int:
+        """Number of layers that pipeline stages are made of; all depths are the last one."""
+        return len(self.layer_kinds)
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of every layer; the last predicts further tokens, if there are any."""
+        return super().layer_kinds + (PREDICTION,) * (self.mtp_depth > 0)
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Indices of the blocks that have experts; every depth of prediction has."""
+        ahead = range(self.n_layers, self.blocks) if self.n_experts else ()
+        return super().sparse_layers + tuple(ahead)
+
+    @property
+    def key_heads(self) -> int:
+        """Number of key/value heads, as attention reads them."""
+        return self.n_heads
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the transposed embedding."""
+        return self.tie_embeddings
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on the scores besides 1 / sqrt(head_size), as DeepSeek applies yarn."""
+        is_scaled = self.rope_scaling == "yarn"
+        return self.yarn_scale(self.rope_mscale_all_dim) ** 2 if is_scaled else 1.0
+
+    def _parameters(self, experts: int) -> int:
+        """Number of parameters, counting `experts` routed experts per sparse layer."""
+        embed_head = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
+        matrices = self.blocks * self._attention_matrices() + self.mlp_parameters(experts)
+        merges = self.mtp_depth * 2 * self.d_model**2
+        return matrices + merges + embed_head + self._vectors()
+
+    def _attention_matrices(self) -> int:
+        """Number of parameters of the matrices of a layer's attention."""
+        d, heads, latent = self.d_model, self.n_heads, self.kv_lora_rank
+        queries = heads * self.head_size
+        q = self.q_lora_rank * (d + queries) if self.q_lora_rank else d * queries
+        k_and_v = latent * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return q + d * (latent + self.qk_rope_head_dim) + k_and_v + heads * self.v_head_dim * d
+
+    def _vectors(self) -> int:
+        """Number of parameters of all norms."""
+        layer = 2 * self.d_model + self.q_lora_rank + self.kv_lora_rank
+        return self.blocks * layer + (1 + 3 * self.mtp_depth) * self.d_model
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """6 per matrix parameter, and 6 L H S times the widths of a key and a value.
+
+        The embedding look-up is free, and of routed experts only those a token chooses count. The
+        head multiplies once more for every further token.
+        """
+        head = self.vocab_size * self.d_model
+        embedding = 0 if self.tie_embeddings else head
+        matrices = self.active_parameter_count() - self._vectors() - embedding
+        return self.flops_of(matrices + self.mtp_depth * head, keys=seq_len)
+
+    def part(self, tp: int) -> Self:
+        """A model whose full layers have the sizes of one device's shards under `tp`."""
+        return replace(
+            self.resolved(),
+            n_heads=self.n_heads // tp,
+            d_ff=self.d_ff // tp,
+            d_expert=self.d_expert // tp,
+            vocab_size=-(-self.vocab_size // tp),
+        )
+
+    def product_sizes(self, tp: int) -> dict[str, int]:
+        """Sizes of a layer's products on one of `tp` devices, by the settings that give them."""
+        heads, nope, rope = self.n_heads // tp, self.qk_nope_head_dim, self.qk_rope_head_dim
+        base = super().product_sizes(tp)
+        sizes = {name: size for name, size in base.items() if "head_dim" not in name}
+        each = "model.n_heads / parallel.tp x"
+        return sizes | {
+            f"{each} (model.qk_nope_head_dim + model.qk_rope_head_dim)": heads * (nope + rope),
+            f"{each} (model.qk_nope_head_dim + model.v_head_dim)": heads * (nope + self.v_head_dim),
+            f"{each} model.v_head_dim": heads * self.v_head_dim,
+            "model.q_lora_rank": self.q_lora_rank,
+            "model.kv_lora_rank": self.kv_lora_rank,
+            "model.kv_lora_rank + model.qk_rope_head_dim": self.kv_lora_rank + rope,
+        }
+
+    def broken_rules(self, tp: int) -> Iterator[str]:
+        """Yield a sentence for every rule that the sizes break, alone or with `parallel.tp`.
+
+        `model.head_dim` must be left out, or the sum of `model.qk_nope_head_dim` and
+        `model.qk_rope_head_dim`, with latent attention.
+        """
+        if self.head_dim not in (0, self.head_size):
+            yield (
+                f"model.head_dim={self.head_dim} must be model.qk_nope_head_dim="
+                f"{self.qk_nope_head_dim} + model.qk_rope_head_dim={self.qk_rope_head_dim} in "
+                f"models of the family {self.family!r}: leave it out."
+            )
+        yield from self.resolved().unequal_parts(tp)
+        yield from self.broken_mixture_rules(tp)
+        yield from self.broken_rotary_rules(self.qk_rope_head_dim)

@@ -1,0 +1,121 @@
+"""A DeepSeek decoder as pure functions."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpipe.core.contract import Aux, Context, LayerOutput, StageFunctions
+from jaxpipe.core.contract.layer import EMBED_HEAD
+from jaxpipe.model.ahead import ahead_keys
+from jaxpipe.model.families.deepseek.attention import LatentAttention
+from jaxpipe.model.families.deepseek.config import PREDICTION, DeepseekConfig
+from jaxpipe.model.families.deepseek.prediction import Predicted, Predictions
+from jaxpipe.model.families.llama.decoder import LlamaDecoder
+from jaxpipe.model.families.llama.layers import LlamaLayer
+from jaxpipe.model.layers.moe.experts import PRODUCTS
+from jaxpipe.model.layers.moe.layer import KEEP
+from jaxpipe.model.layers.parts import Init, LayerParts
+from jaxpipe.model.loss import count_valid
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class DeepseekDecoder(LlamaDecoder):
+    """A Llama-style decoder with latent attention: DeepSeek-V2, DeepSeek-V3, Kimi-K2.
+
+    With `mtp_depth` the last layer predicts further tokens. It returns its input, which the head
+    reads as without it, and its losses as an auxiliary output. A microbatch then has the rows of
+    `jaxpipe.model.ahead`.
+    """
+
+    config: DeepseekConfig
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """Names of a layer's weights, without the router's."""
+        queries = ("wq_a", "wq_b") if self.config.q_lora_rank else ("wq",)
+        own = *queries, "wkv_a", "wkv_b", "wo", "w_gate", "w_up", "w_down"
+        return (*own, *PRODUCTS) if self.config.n_experts else own
+
+    def new_layer(self, kind: str, parts: LayerParts, init: Init) -> nnx.Module:
+        """Build a layer of a kind as a module."""
+        if kind == PREDICTION:
+            return Predictions(self.config, parts, init)
+        return LlamaLayer(kind, self.config, parts, init, LatentAttention)
+
+    def layer(
+        self, params: Tree, x: jax.Array, context: Context, kind: str = "layer"
+    ) -> LayerOutput:
+        """One layer, `[B, L, D] -> [B, L, D]`; with slices its state has keys and values."""
+        if kind != PREDICTION:
+            return super().layer(params, x, context, kind)
+        if not context.rows.keys() >= {*ahead_keys(self.config.mtp_depth)}:
+            return LayerOutput(x, context.state)  # generation, which predicts one token
+        layer, predicted = nnx.merge(self._layers[kind], params), Predicted(x)
+        for k in range(self.config.mtp_depth):
+            predicted = self._predict(k, getattr(layer, f"depth_{k}"), predicted, context)
+        states = predicted.states if self.slices > 1 else None
+        return LayerOutput(x, states, predicted.aux)
+
+    def _predict(
+        self, k: int, depth: nnx.Module, predicted: Predicted, context: Context
+    ) -> Predicted:
+        """Predict the token k + 2 places ahead of a position's input."""
+        config, decoder, x = self.config, self._sharded_over_tp, predicted.x_BLD
+        inputs, targets = (context.rows[name] for name in ahead_keys(k + 1)[-2:])
+        token_BLD = decoder.embed(context.embed_head, context.rows | {"inputs": inputs})
+        positions_BL = self._positions(context.rows, x.shape[0], self._length(x))
+        own = context._replace(index=jnp.int32(config.n_layers + k))
+        if self.slices > 1:
+            own = own._replace(state=context.state[k])
+        output = depth(x, token_BLD, positions_BL, own, self._given(x, own))
+        embed_head = nnx.merge(decoder._embed_head_graph, context.embed_head)
+        operands = embed_head.operands(depth.norm(output.y))
+        loss = decoder.cross_entropy(*operands, targets, z_loss=0.0)
+        return predicted.with_depth(output, loss, count_valid(targets), config)
+
+    @cached_property
+    def _sharded_over_tp(self) -> "DeepseekDecoder":
+        """The decoder whose embedding and head are shared as layers read them: over tp alone."""
+        return replace(self, embed_head_devices=None)
+
+    def reads(self, kind: str) -> tuple[str, ...]:
+        """Embedding and head, for predictions."""
+        return (EMBED_HEAD,) if kind == PREDICTION else ()
+
+    def kept(self, kind: str) -> tuple[str, ...]:
+        """The choice of experts, which rounding must not change between F and B."""
+        has_experts = kind == PREDICTION and self.config.n_experts
+        return KEEP if has_experts else super().kept(kind)
+
+    def state(self, x: jax.Array, rows: Tree, kind: str = "layer") -> Tree:
+        """Empty keys and values before the first slice, of predictions for every depth."""
+        state = super().state(x, rows, kind)
+        return (state,) * self.config.mtp_depth if kind == PREDICTION else state
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """One latent and one rotated key of a token; all heads only where heads are exchanged."""
+        if self.sequence.exchanges_heads:
+            return super().cached
+        return 1, self.config.kv_lora_rank, self.config.qk_rope_head_dim
+
+    @cached_property
+    def functions(self) -> StageFunctions:
+        """The model as pipeline stages see it; it logs the mean loss of all depths."""
+        functions = super().functions
+        if not self.config.mtp_depth:
+            return functions
+
+        def report(aux: Aux) -> dict[str, jax.Array]:
+            loss, targets = aux.sums["mtp_loss"], aux.sums["mtp_targets"]
+            mean = (loss / jnp.maximum(targets, 1)).mean()
+            return {**functions.report(aux), "mtp_loss": mean}
+
+        keys = (*functions.batch_keys, *ahead_keys(self.config.mtp_depth))
+        return replace(functions, report=report, batch_keys=keys)

@@ -1,0 +1,269 @@
+"""Names and config.json of DeepSeek-V2, DeepSeek-V3 and models of its architecture (Kimi-K2).
+
+The fields are those of transformers' `DeepseekV2Config` and `DeepseekV3Config`, and those that only
+DeepSeek's own code reads, where they are given (`scoring_func`, `topk_method`, `aux_loss_alpha`).
+An absent field has transformers' default.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpipe.model.families.deepseek.config import DeepseekConfig
+from jaxpipe.model.layers.moe.huggingface import FUSED as FUSED  # the same tensors for all experts
+from jaxpipe.model.layers.moe.huggingface import LAYER as _EXPERTS
+from jaxpipe.model.layers.rope import huggingface as rope
+from jaxpipe.model.published import BUFFERS as BUFFERS
+from jaxpipe.model.published import (
+    HuggingFaceTensor,
+    architecture,
+    check_known,
+    check_only,
+    check_quantised,
+    sizes,
+)
+
+V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
+ARCHITECTURES = (V2, V3)
+MODELS = "a DeepSeek-V2 or V3"
+
+BASE, PREFIX = "model.", "model.layers.{}."
+
+
+def _matrix(name: str) -> HuggingFaceTensor:
+    return HuggingFaceTensor(f"{name}.weight", transposed=True)
+
+
+_BLOCK = {
+    "attn_norm/scale": HuggingFaceTensor("input_layernorm.weight"),
+    "attn/wq": _matrix("self_attn.q_proj"),
+    "attn/wq_a": _matrix("self_attn.q_a_proj"),
+    "attn/q_norm/scale": HuggingFaceTensor("self_attn.q_a_layernorm.weight"),
+    "attn/wq_b": _matrix("self_attn.q_b_proj"),
+    "attn/wkv_a": _matrix("self_attn.kv_a_proj_with_mqa"),
+    "attn/kv_norm/scale": HuggingFaceTensor("self_attn.kv_a_layernorm.weight"),
+    "attn/wkv_b": _matrix("self_attn.kv_b_proj"),
+    "attn/wo": _matrix("self_attn.o_proj"),
+    "mlp_norm/scale": HuggingFaceTensor("post_attention_layernorm.weight"),
+    "mlp/w_gate": _matrix("mlp.gate_proj"),
+    "mlp/w_up": _matrix("mlp.up_proj"),
+    "mlp/w_down": _matrix("mlp.down_proj"),
+    "moe/shared/w_gate": _matrix("mlp.shared_experts.gate_proj"),
+    "moe/shared/w_up": _matrix("mlp.shared_experts.up_proj"),
+    "moe/shared/w_down": _matrix("mlp.shared_experts.down_proj"),
+    **_EXPERTS,
+}
+# The layer after the last one predicts one further token. Published files hold copies of embedding
+# and head there, which are read nowhere and not written.
+_AHEAD = {
+    "token_norm/scale": HuggingFaceTensor("enorm.weight"),
+    "stream_norm/scale": HuggingFaceTensor("hnorm.weight"),
+    "merge": _matrix("eh_proj"),
+    "norm/scale": HuggingFaceTensor("shared_head.norm.weight"),
+    **{f"block/{path}": tensor for path, tensor in _BLOCK.items()},
+}
+LAYER = _BLOCK | {f"depth_0/{path}": tensor for path, tensor in _AHEAD.items()}
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ENDS = {
+    "embed": HuggingFaceTensor(EMBED),
+    "final_norm/scale": HuggingFaceTensor("model.norm.weight"),
+    "head": HuggingFaceTensor(HEAD, transposed=True),
+}
+CHOICES: dict[str, Any] = {}
+VARIABLES = {"router_bias": HuggingFaceTensor("mlp.gate.e_score_correction_bias")}
+
+# Hugging Face's names to ours.
+_SIZES = {
+    "num_hidden_layers": "n_layers",
+    "hidden_size": "d_model",
+    "num_attention_heads": "n_heads",
+    "intermediate_size": "d_ff",
+    "vocab_size": "vocab_size",
+}
+_CHOICES = {
+    "kv_lora_rank": "kv_lora_rank",
+    "q_lora_rank": "q_lora_rank",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+    "n_routed_experts": "n_experts",
+    "n_shared_experts": "shared_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "moe_intermediate_size": "d_expert",
+    "first_k_dense_replace": "first_dense_layers",
+    "routed_scaling_factor": "router_scale",
+    "norm_topk_prob": "norm_topk_prob",
+    "n_group": "expert_groups",
+    "topk_group": "groups_per_token",
+}
+_OF_BOTH = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    V2: _OF_BOTH | {
+        "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407,
+        "first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "norm_topk_prob": False,
+        "n_group": None, "topk_group": None, "topk_method": "greedy", "scoring_func": "softmax",
+        "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    V3: _OF_BOTH | {
+        "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+        "num_experts_per_tok": 8, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid", "max_position_embeddings": 4096, "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+}  # fmt: skip
+# Features that our decoder lacks, and the values with which a checkpoint does not use them.
+_ABSENT: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "moe_layer_freq": (1,),
+    "rope_interleave": (True,),
+}
+_ROUTERS: dict[str, dict[str, tuple[Any, ...]]] = {
+    V2: {
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "norm_topk_prob": (False, None),
+    },
+    V3: {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+}
+# Read elsewhere, or without effect in latent attention and in one process.
+_READ = (
+    "max_position_embeddings", "quantization_config", "topk_method", "scoring_func",
+    "num_experts_per_tok", "num_nextn_predict_layers", "aux_loss_alpha", "seq_aux", "ep_size",
+    "num_key_value_heads", "head_dim", "qk_head_dim", *rope.FIELDS,
+)  # fmt: skip
+
+
+def describes(model: DeepseekConfig) -> bool:
+    """Whether one of the architectures may be a model's: `written` refuses others."""
+    return True
+
+
+def tied(model: DeepseekConfig) -> bool:
+    """Whether the head is the transposed embedding."""
+    return model.tie_embeddings
+
+
+def ignores(name: str, model: DeepseekConfig) -> bool:
+    """Whether a tensor is of a layer that predicts further tokens, and is not the model's."""
+    layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+    if layer is None or int(layer[1]) < model.n_layers:
+        return False
+    return int(layer[1]) >= model.blocks or name.endswith(_COPIES)
+
+
+def with_defaults(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json with transformers' defaults for absent fields.
+
+    Raises `ValueError` where it names another architecture.
+    """
+    return _DEFAULTS[architecture(theirs, ARCHITECTURES)] | theirs
+
+
+def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `[model]` that a config.json implies.
+
+    Raises `ValueError`, with the end of a sentence that begins with the file, where it describes a
+    model that this family does not support.
+    """
+    name, theirs = architecture(theirs, ARCHITECTURES), with_defaults(theirs)
+    check_only(theirs, _ABSENT | _ROUTERS[name])
+    check_quantised(theirs)
+    check_known(theirs, {*_READ, *_SIZES, *_CHOICES, *_ABSENT})
+    needed = sizes(theirs, _SIZES | {"num_experts_per_tok": "experts_per_token"})
+    ours = {own: theirs[field] for field, own in _CHOICES.items()}
+    if theirs["topk_method"] == "greedy":
+        ours |= {"expert_groups": None, "groups_per_token": None}
+    return needed | ours | _router(name, ours) | rope.expected(theirs)
+
+
+def _router(name: str, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the router that the architecture implies, or that are null."""
+    return {
+        "q_lora_rank": ours["q_lora_rank"] or 0,
+        "norm_topk_prob": bool(ours["norm_topk_prob"]),
+        "expert_groups": ours["expert_groups"] or 1,
+        "groups_per_token": ours["groups_per_token"] or 1,
+        "group_score_experts": 2 if name == V3 else 1,
+        "router_score": "sigmoid" if name == V3 else "softmax",
+        "router_bias": name == V3,
+        "moe_every": 1,
+    }
+
+
+def trained(theirs: Mapping[str, Any], model: DeepseekConfig) -> dict[str, Any]:
+    """`router_aux_loss` of `[model]`, from DeepSeek's `aux_loss_alpha` of a loss per sequence."""
+    if not theirs.get("seq_aux") or (alpha := theirs.get("aux_loss_alpha")) is None:
+        return {}
+    return {"router_aux_loss": alpha}
+
+
+def written(model: DeepseekConfig, dtype: str, max_positions: int) -> dict[str, Any]:
+    """The config.json of a model, in the fields that both versions of transformers read.
+
+    With `router_score="sigmoid"` it is a DeepSeek-V3, else a DeepSeek-V2.
+
+    Raises `ValueError` with a sentence where neither can express the model.
+    """
+    name = V3 if model.router_score == "sigmoid" else V2
+    _check_written(name, model)
+    fields = {theirs: getattr(model, ours) for theirs, ours in (_SIZES | _CHOICES).items()}
+    in_groups = model.expert_groups > 1
+    methods = {V3: "noaux_tc", V2: "group_limited_greedy" if in_groups else "greedy"}
+    return {
+        "architectures": [name],
+        "model_type": "deepseek_v3" if name == V3 else "deepseek_v2",
+        **fields,
+        "moe_intermediate_size": model.expert_width,
+        "q_lora_rank": model.q_lora_rank or None,
+        "num_key_value_heads": model.n_heads,
+        "hidden_act": "silu",
+        **rope.written(model, max_positions),
+        "rope_interleave": True,
+        "max_position_embeddings": max_positions,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "moe_layer_freq": 1,
+        "scoring_func": model.router_score,
+        "topk_method": methods[name],
+        "aux_loss_alpha": model.router_aux_loss,
+        "seq_aux": True,
+        "num_nextn_predict_layers": model.mtp_depth,
+        "bos_token_id": None,  # unknown; absent fields would mean those of DeepSeek
+        "eos_token_id": None,
+        "torch_dtype": dtype,
+    }
+
+
+def _check_written(name: str, model: DeepseekConfig) -> None:
+    needed: dict[str, Any] = {"moe_every": 1}
+    if name == V3:
+        needed |= {"group_score_experts": 2, "has_router_bias": True}
+    else:
+        needed |= {"norm_topk_prob": False, "has_router_bias": False}
+        if model.expert_groups > 1:
+            needed["group_score_experts"] = 1
+    if model.mtp_depth > 1:
+        raise ValueError(
+            f"model.mtp_depth={model.mtp_depth}: published files have one further token at most: "
+            f"it cannot be exported."
+        )
+    if not model.n_experts or not model.shared_experts:
+        raise ValueError(
+            f"model.n_experts={model.n_experts} with model.shared_experts={model.shared_experts}: "
+            f"transformers' DeepSeek models have both kinds of experts: it cannot be exported."
+        )
+    for field, value in needed.items():
+        if (ours := getattr(model, field)) != value:
+            raise ValueError(
+                f"model.{field.removeprefix('has_')}={ours!r}, but with model.router_score="
+                f"{model.router_score!r} transformers has only {value!r}: it cannot be exported."
+            )

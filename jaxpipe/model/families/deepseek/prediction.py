@@ -1,0 +1,100 @@
+"""Multi-token prediction: a layer that trains the stream to predict further tokens.
+
+Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.2. Depth k = 1, 2, ... computes
+
+    h_k = Block_k(W_k [norm(Emb(t_{i+k})), norm(h_{k-1})]),
+
+where h_0 is the output of the last layer before the final norm, and the loss of the model's own
+head on norm(h_k) with the target t_{i+k+1}. Embedding and head are those of the model.
+
+Shapes: B examples, L tokens, D model.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpipe.core.contract import Aux, Context, LayerOutput
+from jaxpipe.model.families.deepseek.attention import LatentAttention
+from jaxpipe.model.families.deepseek.config import DeepseekConfig
+from jaxpipe.model.families.llama.layers import LlamaLayer
+from jaxpipe.model.layers.moe.config import DENSE, SPARSE
+from jaxpipe.model.layers.parts import Dot, Init, LayerInputs, LayerParts, RMSNorm
+
+
+class Prediction(nnx.Module):
+    """One depth: it merges the stream with the embedding of a token ahead, and has a block."""
+
+    def __init__(self, config: DeepseekConfig, parts: LayerParts, init: Init):
+        d, eps = config.d_model, config.norm_eps
+        own = parts.own(differs=parts.devices.sequence)
+        self.token_norm = RMSNorm("token_norm", d, eps, init, own)
+        self.stream_norm = RMSNorm("stream_norm", d, eps, init, own)
+        self.merge = init("merge", (2 * d, d), 0.02, own)
+        kind = SPARSE if config.n_experts else DENSE
+        self.block = LlamaLayer(kind, config, parts, init, LatentAttention)
+        self.norm = RMSNorm("norm", d, eps, init, own)
+
+    def __call__(
+        self, x_BLD: jax.Array, token_BLD: jax.Array, positions_BL: jax.Array, context: Context,
+        given: LayerInputs,
+    ) -> LayerOutput:  # fmt: skip
+        """h_k from h_{k-1} and the embedding of the token k places ahead, `[B, L, D]` each."""
+        both = jnp.concatenate([self.token_norm(token_BLD), self.stream_norm(x_BLD)], axis=-1)
+        (merged_BLD,) = Dot()(both, merge=self.merge[...])
+        return self.block(merged_BLD, positions_BL, context, given)
+
+
+class Predictions(nnx.Module):
+    """All depths, `depth_0` for the token one place ahead of the usual target, and so on."""
+
+    def __init__(self, config: DeepseekConfig, parts: LayerParts, init: Init):
+        for k in range(config.mtp_depth):
+            setattr(self, f"depth_{k}", Prediction(config, parts, _within(init, f"depth_{k}")))
+
+
+def _within(init: Init, prefix: str) -> Init:
+    """Initial values under names that begin with `prefix`."""
+    return lambda name, *how: init(f"{prefix}/{name}", *how)
+
+
+class Predicted(NamedTuple):
+    """Results of the depths so far: h_k, states of slices, and auxiliary outputs by name."""
+
+    x_BLD: jax.Array
+    states: tuple = ()
+    losses: dict[str, tuple[jax.Array, jax.Array]] = {}  # noqa: RUF012 - never changed
+    sums: dict[str, jax.Array] = {}  # noqa: RUF012
+    per_example: dict[str, jax.Array] = {}  # noqa: RUF012
+
+    def with_depth(
+        self, output: LayerOutput, loss: jax.Array, targets: jax.Array, config: DeepseekConfig
+    ) -> "Predicted":
+        """Add a depth's output, and its summed loss over that many targets.
+
+        Its weight is `mtp_weight` over the number of depths (DeepSeek-V3 report, equation 25).
+        """
+        k = len(self.states)
+        here = jnp.arange(config.mtp_depth) == k
+        own = {"mtp_loss": jax.lax.stop_gradient(loss), "mtp_targets": targets}
+        own = {name: here.astype(value.dtype) * value for name, value in own.items()}
+        of_block = {f"{name}_{k}": pair for name, pair in output.aux.losses.items()}
+        weighted = config.mtp_weight / config.mtp_depth * loss, targets
+        return Predicted(
+            output.y,
+            (*self.states, output.state),
+            {**self.losses, **of_block, f"mtp_{k}": weighted},
+            _added(self.sums, {**output.aux.sums, **own}),
+            _added(self.per_example, output.aux.per_example),
+        )
+
+    @property
+    def aux(self) -> Aux:
+        """The auxiliary output of the layer."""
+        return Aux(self.losses, self.sums, per_example=self.per_example)
+
+
+def _added(before: dict[str, jax.Array], more: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: before[name] + value if before else value for name, value in more.items()}

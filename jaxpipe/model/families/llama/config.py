@@ -1,0 +1,162 @@
+"""Sizes and choices of a Llama-style decoder, and the rules between them."""
+
+from collections.abc import Iterator
+from typing import ClassVar, Self
+
+from msgspec.structs import replace
+
+from jaxpipe.core.contract.sequence import FullSequence
+from jaxpipe.model.family import Count, Positive
+from jaxpipe.model.layers.rope.config import RotaryConfig
+
+LOCAL = "local_"  # prefix of the kinds of layers that attend within the window, if others do not
+
+
+class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[model]`: a Llama-style decoder, with experts or without, by preset or by size."""
+
+    n_kv_heads: Positive  # number of key/value heads; divides n_heads
+    sliding_window: Count = 0  # last tokens that a query attends to, itself included; 0: all
+    # with a window, one layer in this many attends to all tokens instead; 0: no layer does
+    global_every: Count = 0
+    qkv_bias: bool = False  # biases on queries, keys and values (Qwen2.5)
+    qk_norm: bool = False  # RMSNorm on every query and key head (Qwen3)
+    tie_embeddings: bool = False  # the head is the transposed embedding
+
+    # What families that derive from this one change, beside those of `RotaryConfig`.
+    SINKS: ClassVar[bool] = False  # whether each head attends to a key of learned score and value 0
+    OUT_BIAS: ClassVar[bool] = False  # whether attention's last product has a bias
+
+    @property
+    def query_factor(self) -> float:
+        """Factor on queries, besides the 1 / sqrt(head_dim) on scores."""
+        return 1.0
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of every layer; where some layers attend to all tokens, the others are local.
+
+        >>> sizes = {"d_model": 8, "vocab_size": 8, "n_heads": 1, "n_kv_heads": 1, "d_ff": 8}
+        >>> LlamaConfig(**sizes, n_layers=3, sliding_window=2, global_every=3).layer_kinds
+        ('local_layer', 'local_layer', 'layer')
+        """
+        every = self.global_every if self.sliding_window else 0
+        return tuple(
+            LOCAL + kind if every and (i + 1) % every else kind
+            for i, kind in enumerate(super().layer_kinds)
+        )
+
+    def of_kind(self, kind: str) -> Self:
+        """The same configuration as layers of a kind read it: with their own window."""
+        if not self.global_every or kind.startswith(LOCAL):
+            return self
+        return replace(self, sliding_window=0)
+
+    @property
+    def key_heads(self) -> int:
+        """Number of key/value heads."""
+        return self.n_kv_heads
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the transposed embedding."""
+        return self.tie_embeddings
+
+    @property
+    def window(self) -> int:
+        """Number of last tokens that a query attends to, itself included; 0: all."""
+        return self.sliding_window
+
+    def _parameters(self, experts: int) -> int:
+        """Number of parameters, counting `experts` routed experts per sparse layer."""
+        embed_head = self.vocab_size * self.d_model * (1 if self.tied else 2)
+        return self._matrices(experts) + self._vectors + self.mlp_vectors(experts) + embed_head
+
+    def _matrices(self, experts: int) -> int:
+        """Number of parameters in the matrices of layers."""
+        attention = 2 * self.d_model * self.head_size * (self.n_heads + self.n_kv_heads)
+        return self.n_layers * attention + self.mlp_parameters(experts)
+
+    @property
+    def _vectors(self) -> int:
+        """Number of parameters in norms, in sinks, and in the biases of attention."""
+        d, k = self.d_model, self.head_size
+        attention = 2 * k * self.qk_norm + k * (self.n_heads + 2 * self.n_kv_heads) * self.qkv_bias
+        attention += self.n_heads * self.SINKS + d * self.OUT_BIAS
+        return self.n_layers * (attention + (4 if self.POST_NORMS else 2) * d) + d
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """6 per matrix parameter and 12 H K S per layer, with S at most the layer's window.
+
+        The embedding look-up is free, and of routed experts only those a token chooses count.
+        """
+        experts = self.experts_per_token if self.n_experts else 0
+        matrices = self._matrices(experts) + self.vocab_size * self.d_model
+        windows = (self.of_kind(kind).sliding_window for kind in self.layer_kinds)
+        keys = sum(min(seq_len, window or seq_len) for window in windows)
+        return 6 * matrices + 12 * self.n_heads * self.head_size * keys
+
+    def part(self, tp: int) -> Self:
+        """A model whose full layers have the sizes of one device's shards under `tp`."""
+        return replace(
+            self.resolved(),
+            n_heads=self.n_heads // tp,
+            n_kv_heads=max(self.n_kv_heads // tp, 1),
+            d_ff=self.d_ff // tp,
+            d_expert=self.d_expert // tp,
+            vocab_size=-(-self.vocab_size // tp),
+        )
+
+    def unmet_by_context(self, sequence: FullSequence, *, tp: int, packed: bool) -> Iterator[str]:
+        """Yield a sentence for every reason why replicas cannot share sequences as `sequence` does.
+
+        `parallel.cp_method='gather'` excludes attention sinks with `model.attention='cudnn'`.
+        """
+        yield from super().unmet_by_context(sequence, tp=tp, packed=packed)
+        if self.SINKS and self.attention == "cudnn" and not sequence.heads:
+            yield (
+                "parallel.cp_method='gather' masks keys, and cuDNN's kernel has no log-sum-exp for "
+                "the attention sinks of this model.family there: set parallel.cp_method=ulysses, "
+                "or model.attention=xla."
+            )
+
+    def unmet_by_slices(self) -> Iterator[str]:
+        """Yield a sentence for every reason why sequences cannot come in slices.
+
+        `parallel.slices` above 1 excludes attention sinks and a window with
+        `model.attention='cudnn'`.
+        """
+        if self.SINKS and self.window and self.attention == "cudnn":
+            yield (
+                f"parallel.slices with model.sliding_window={self.window} masks keys, and cuDNN's "
+                f"kernel has no log-sum-exp for the attention sinks of this model.family there: "
+                f"set model.attention=xla, or parallel.slices=1."
+            )
+
+    def broken_rules(self, tp: int) -> Iterator[str]:
+        """Yield a sentence for every rule that the sizes break, alone or with `parallel.tp`.
+
+        `model.n_kv_heads` and `parallel.tp`: one must be a multiple of the other.
+
+        `model.n_heads` must be a multiple of `model.n_kv_heads`.
+
+        `model.global_every` needs a `model.sliding_window`.
+        """
+        yield from self.unequal_parts(tp)
+        yield from self.broken_mixture_rules(tp)
+        if self.n_kv_heads % tp and tp % self.n_kv_heads:
+            yield (
+                f"model.n_kv_heads={self.n_kv_heads} and parallel.tp={tp}: one must be a multiple "
+                f"of the other, so that each device has whole key/value heads, or a copy of one."
+            )
+        if self.n_heads % self.n_kv_heads:
+            yield (
+                f"model.n_heads={self.n_heads} must be a multiple of model.n_kv_heads="
+                f"{self.n_kv_heads}: query heads share key/value heads in equal groups."
+            )
+        if self.global_every and not self.sliding_window:
+            yield (
+                f"model.global_every={self.global_every} chooses layers without the window, but "
+                f"model.sliding_window=0 is none: give a window, or leave it out."
+            )
+        yield from self.broken_rotary_rules(self.head_size)

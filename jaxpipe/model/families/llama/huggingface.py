@@ -1,0 +1,215 @@
+"""Names and config.json of Llama 3 at Hugging Face, and what its relatives share with it.
+
+Each relative is a class in `jaxpipe.model.families.llama.architectures` that changes what differs.
+Fields are those of transformers' configurations, as version 4 writes them (`rope_theta`,
+`rope_scaling`, `torch_dtype`) and as version 5 does (`rope_parameters`, `dtype`). An absent field
+has transformers' default.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from jaxpipe.model import published
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.layers.rope import huggingface as rope
+from jaxpipe.model.published import (
+    HuggingFaceTensor,
+    architecture,
+    check_known,
+    check_only,
+    check_quantised,
+    of_text,
+    sizes,
+)
+
+FULL, LOCAL = "full_attention", "sliding_attention"  # entries of `layer_types`
+Names = Mapping[str, HuggingFaceTensor]
+Fields = Mapping[str, Any]
+
+
+_READ = (
+    "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings",
+    "max_position_embeddings", "layer_types", "quantization_config", *rope.FIELDS,
+)  # fmt: skip
+
+
+class LlamaFormat:
+    """How Hugging Face stores a Llama 3: a `HuggingFace`, and the base class of its relatives.
+
+    Attributes:
+      MODEL_TYPE: the name of the configuration's class.
+      SIZES: sizes without defaults, by Hugging Face's names.
+      DEFAULTS: transformers' defaults of absent fields, where they differ from `_choices`.
+      CHOICES: fields of `[model]` that have one value in all models of the architecture.
+      ABSENT: features that the decoder lacks, and the values at which a checkpoint lacks them, too.
+      WRITTEN: further fields of a config.json that have one value.
+      READ: further fields that are read, or have no effect.
+      QUANTISED: the way in which weights may be quantised.
+    """
+
+    ARCHITECTURES: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM",)
+    MODEL_TYPE: ClassVar[str] = "llama"
+    MODELS: ClassVar[str] = "a plain Llama 3"
+    BASE, PREFIX = "model.", "model.layers.{}."
+    LAYER: ClassVar[Names] = {
+        "attn_norm/scale": HuggingFaceTensor("input_layernorm.weight"),
+        "attn/wq": HuggingFaceTensor("self_attn.q_proj.weight", transposed=True),
+        "attn/wk": HuggingFaceTensor("self_attn.k_proj.weight", transposed=True),
+        "attn/wv": HuggingFaceTensor("self_attn.v_proj.weight", transposed=True),
+        "attn/wo": HuggingFaceTensor("self_attn.o_proj.weight", transposed=True),
+        "mlp_norm/scale": HuggingFaceTensor("post_attention_layernorm.weight"),
+        "mlp/w_gate": HuggingFaceTensor("mlp.gate_proj.weight", transposed=True),
+        "mlp/w_up": HuggingFaceTensor("mlp.up_proj.weight", transposed=True),
+        "mlp/w_down": HuggingFaceTensor("mlp.down_proj.weight", transposed=True),
+    }
+    FUSED: ClassVar[Names] = {}
+    EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+    ENDS: ClassVar[Names] = {
+        "embed": HuggingFaceTensor(EMBED),
+        "final_norm/scale": HuggingFaceTensor("model.norm.weight"),
+        "head": HuggingFaceTensor(HEAD, transposed=True),
+    }
+    BUFFERS: ClassVar[tuple[str, ...]] = published.BUFFERS
+    IMAGES: ClassVar[tuple[str, ...]] = ("vision_model.", "vision_tower.", "multi_modal_projector.")
+    SIZES: ClassVar[Mapping[str, str]] = {
+        "num_hidden_layers": "n_layers",
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_heads",
+        "intermediate_size": "d_ff",
+        "vocab_size": "vocab_size",
+    }
+    DEFAULTS: ClassVar[Fields] = {"bos_token_id": 1, "eos_token_id": 2}
+    CHOICES: ClassVar[Fields] = {
+        "qk_norm": False, "qkv_bias": False, "sliding_window": 0, "global_every": 0, "n_experts": 0
+    }  # fmt: skip
+    ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "use_sliding_window": (False,),
+        "partial_rotary_factor": (1, None),
+    }
+    WRITTEN: ClassVar[Fields] = {"hidden_act": "silu", "mlp_bias": False}
+    READ: ClassVar[tuple[str, ...]] = ()
+    QUANTISED: ClassVar[str] = "fp8"
+
+    def describes(self, model: LlamaConfig) -> bool:
+        """Whether the architecture has all choices of a model."""
+        return all(getattr(model, name) == value for name, value in self.CHOICES.items())
+
+    def tied(self, model: LlamaConfig) -> bool:
+        """Whether the head is the transposed embedding."""
+        return model.tied
+
+    def ignores(self, name: str, model: LlamaConfig) -> bool:
+        """Whether a tensor is of the images of a multimodal model."""
+        return name.startswith(self.IMAGES)
+
+    def with_defaults(self, theirs: Fields) -> Fields:
+        """A config.json with transformers' defaults for absent fields.
+
+        Raises `ValueError` where it names another architecture.
+        """
+        architecture(theirs, self.ARCHITECTURES)
+        return {**self.DEFAULTS, **of_text(theirs)}
+
+    def expected(self, theirs: Fields) -> dict[str, Any]:
+        """The fields of `[model]` that a config.json implies.
+
+        Raises `ValueError`, with the end of a sentence that begins with the file, where it
+        describes a model that the family does not support.
+        """
+        theirs = self.with_defaults(theirs)
+        check_quantised(theirs, self.QUANTISED)
+        check_known(theirs, {*_READ, *self.SIZES, *self.DEFAULTS, *self.ABSENT, *self.READ})
+        own = self.own_expected(theirs)
+        partial = {"partial_rotary_factor": rope.rope_fields(theirs).get("partial_rotary_factor")}
+        check_only(partial | {**theirs}, self.ABSENT)
+        found = {**sizes(theirs, self.SIZES), **_choices(theirs), **self.CHOICES, **own}
+        if not found.get("global_every"):
+            _check_layers_alike(theirs, LOCAL if found["sliding_window"] else FULL)
+        return found
+
+    def own_expected(self, theirs: Fields) -> dict[str, Any]:
+        """The fields of `[model]` that only this architecture reads from a config.json."""
+        return {}
+
+    def read_layer_types(self, theirs: Fields) -> dict[str, Any]:
+        """The field `global_every` from the attention of every layer; empty if that is not listed.
+
+        Raises `ValueError` where layers without a window are not at regular intervals.
+        """
+        types = theirs.get("layer_types")
+        if not types:
+            return {}
+        every = types.index(FULL) + 1 if FULL in types else 0
+        regular = [FULL if every and i % every == 0 else LOCAL for i in range(1, len(types) + 1)]
+        if types != regular:
+            raise ValueError(
+                f"has layer_types that are not {LOCAL} with {FULL} in every n-th layer, as in this "
+                f"model: take another checkpoint."
+            )
+        return {"global_every": every}
+
+    def written_layer_types(self, model: LlamaConfig) -> dict[str, Any]:
+        """The window, and the attention of every layer."""
+        windows = (model.of_kind(kind).sliding_window for kind in model.layer_kinds)
+        return {
+            "sliding_window": model.sliding_window or None,
+            "layer_types": [LOCAL if window else FULL for window in windows],
+        }
+
+    def trained(self, theirs: Fields, model: LlamaConfig) -> dict[str, Any]:
+        """The fields of `[model]` that only training reads, as a config.json has them."""
+        return {}
+
+    def written(self, model: LlamaConfig, dtype: str, max_positions: int) -> dict[str, Any]:
+        """The config.json of a model, in the fields that both versions of transformers read.
+
+        `max_positions` limits nothing in the model; inference servers take it for the longest
+        context. Raises `ValueError` with a sentence where the architecture cannot express the
+        model.
+        """
+        return {
+            "architectures": [self.ARCHITECTURES[0]],
+            "model_type": self.MODEL_TYPE,
+            **{theirs: getattr(model, ours) for theirs, ours in self.SIZES.items()},
+            "num_key_value_heads": model.n_kv_heads,
+            "head_dim": model.head_size,
+            "rms_norm_eps": model.norm_eps,
+            **rope.written(model, max_positions),
+            "max_position_embeddings": max_positions,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "tie_word_embeddings": model.tied,
+            "bos_token_id": None,  # unknown; absent fields would mean the tokens of Llama 2
+            "eos_token_id": None,
+            "torch_dtype": dtype,
+            **self.WRITTEN,
+            **self.own_written(model),
+        }
+
+    def own_written(self, model: LlamaConfig) -> dict[str, Any]:
+        """The fields of a config.json that only this architecture has."""
+        return {}
+
+
+def _check_layers_alike(theirs: Fields, attention: str) -> None:
+    """Raise `ValueError` where a layer attends in another way."""
+    for other in {*(theirs.get("layer_types") or ())} - {attention}:
+        raise ValueError(
+            f"has layers of {other} but all of this model's are of {attention}: take another "
+            f"checkpoint."
+        )
+
+
+def _choices(theirs: Fields) -> dict[str, Any]:
+    """Fields with defaults in transformers, by our names."""
+    heads = theirs["num_attention_heads"]
+    return {
+        "n_kv_heads": theirs.get("num_key_value_heads") or heads,
+        "head_dim": theirs.get("head_dim") or theirs["hidden_size"] // heads,
+        **rope.expected(theirs),
+        "norm_eps": theirs.get("rms_norm_eps", 1e-6),
+        "tie_embeddings": theirs.get("tie_word_embeddings", False),
+    }

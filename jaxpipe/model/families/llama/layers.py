@@ -1,0 +1,221 @@
+"""The layers of a Llama-style decoder in Flax NNX.
+
+Shapes: B examples, L tokens, D model, H query heads, G key/value heads, K head dim, F mlp hidden, V
+vocabulary. Where devices share a layer, H, G, F and V count this device's shard, and with sequence
+parallelism the stream `[B, L, D]` between sublayers has this device's shard of L; weights have the
+shapes that their `ParamSpec`s give them. With context parallelism L is this device's sequence
+shard, or its shard of a slice, and S the full sequence. Parameters may be stored in any dtype; a
+layer computes in the dtype of its input, norms, rotary angles and the attention's softmax in
+float32 (or wider, if the input is).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+from flax import nnx
+
+from jaxpipe.core.contract import Aux, Context, LayerOutput
+from jaxpipe.core.contract.parameter import ParamSpec
+from jaxpipe.model.attention.causal import CachedKeys, append_cache
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.kernels.cudnn_packed import RowDocuments
+from jaxpipe.model.layers.gated import gated
+from jaxpipe.model.layers.moe.config import is_sparse
+from jaxpipe.model.layers.moe.layer import MixtureOfExperts
+from jaxpipe.model.layers.parts import (
+    Dot,
+    EmbedHeadParts,
+    Init,
+    LayerInputs,
+    LayerParts,
+    RMSNorm,
+    broadcast_last,
+    scale,
+)
+from jaxpipe.model.layers.rope.config import RotaryConfig
+from jaxpipe.model.layers.rope.rotate import rotary
+
+
+class LlamaAttention(nnx.Module):
+    """Causal grouped-query attention with rotary positions; q and k may have norms, all biases.
+
+    Devices that share it have complete heads. If there are more devices than key/value heads, each
+    has the weights of all key/value heads and uses those of one head. `CausalAttention` reaches the
+    keys and values of other sequence shards and of earlier slices.
+    """
+
+    def __init__(self, config: LlamaConfig, parts: LayerParts, init: Init):
+        d, k, devices = config.d_model, config.head_size, parts.devices
+        out_std = 0.02 / (2 * config.n_layers) ** 0.5
+        self.own_kv = config.n_kv_heads % devices.size == 0
+        kv = parts.cut(1) if self.own_kv else parts.own(differs=True)
+        self.wq = init("attn/wq", (d, config.n_heads * k), 0.02, parts.cut(1))
+        self.wk = init("attn/wk", (d, config.n_kv_heads * k), 0.02, kv)
+        self.wv = init("attn/wv", (d, config.n_kv_heads * k), 0.02, kv)
+        self.wo = init("attn/wo", (config.n_heads * k, d), out_std, parts.cut(0))
+        if config.qkv_bias:
+            kv = parts.cut(0) if self.own_kv else kv
+            self.bq = init("attn/bq", (config.n_heads * k,), 0.0, parts.cut(0))
+            self.bk = init("attn/bk", (config.n_kv_heads * k,), 0.0, kv)
+            self.bv = init("attn/bv", (config.n_kv_heads * k,), 0.0, kv)
+        if config.OUT_BIAS:
+            self.bo = init("attn/bo", (d,), 0.0, parts.own(differs=devices.sequence))
+        if config.SINKS:
+            self.sinks = init("attn/sinks", (config.n_heads,), 0.02, parts.cut(0))
+        if config.qk_norm:
+            norm = parts.own(differs=devices.size > 1)
+            self.q_norm = new_norm("attn/q_norm", k, config, init, norm)
+            self.k_norm = new_norm("attn/k_norm", k, config, init, norm)
+        self.config, self.parts = config, parts
+        self.attend = replace(parts.attend, window=config.sliding_window)
+
+    def __call__(
+        self, x_BLD: jax.Array, positions_BL: jax.Array, given: LayerInputs
+    ) -> tuple[jax.Array, CachedKeys | None]:
+        """Mix tokens: `[B, L, D] -> [B, L, D]`; the positions are those of all L tokens."""
+        config, devices, dot = self.config, self.parts.devices, given.dot
+        x_BLD = devices.enter(x_BLD)
+
+        def heads(x_BLX: jax.Array) -> jax.Array:
+            return x_BLX.reshape(*x_BLX.shape[:2], -1, config.head_size)
+
+        wk, wv = self._own(self.wk[...]), self._own(self.wv[...])
+        products = dot(x_BLD, wq=self.wq[...], wk=wk, wv=wv)
+        if config.qkv_bias:
+            biases = self.bq[...], self._own(self.bk[...]), self._own(self.bv[...])
+            products = (y + broadcast_last(bias, y) for y, bias in zip(products, biases))
+        q_BLHK, k_BLGK, v_BLGK = map(heads, products)
+        if config.qk_norm:
+            q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
+        q_BLHK, k_BLGK = self.place(q_BLHK, k_BLGK, positions_BL)
+        past, on_shares, documents = given.of_attention
+        documents = self.limit(documents, positions_BL)
+        sink_H = self.sinks[...] if config.SINKS else None
+        mixed_BLHK, past = self.attend(q_BLHK, k_BLGK, v_BLGK, past, on_shares, documents, sink_H)
+        mixed_BLX = mixed_BLHK.reshape(*x_BLD.shape[:2], -1)
+        (made_BLD,) = dot(mixed_BLX, wo=self.wo[...])
+        y_BLD = devices.leave(made_BLD)
+        return y_BLD + broadcast_last(self.bo[...], y_BLD) if config.OUT_BIAS else y_BLD, past
+
+    def place(
+        self, q_BLHK: jax.Array, k_BLGK: jax.Array, positions_BL: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return queries and keys at their positions, as scores are computed of them."""
+        q_BLHK = rotary(q_BLHK, positions_BL, self.config)
+        k_BLGK = rotary(k_BLGK, positions_BL, self.config)
+        return scale(q_BLHK, self.config.query_factor), k_BLGK
+
+    def limit(self, documents: RowDocuments | None, positions_BL: jax.Array) -> RowDocuments | None:
+        """Return the documents within which the tokens attend."""
+        return documents
+
+    def _own(self, weight: jax.Array) -> jax.Array:
+        """The part of a key or value weight, or bias, for the heads that our queries use."""
+        if self.own_kv:
+            return weight
+        devices = self.parts.devices
+        head = devices.index() * self.config.n_kv_heads // devices.size
+        k = self.config.head_size
+        return jax.lax.dynamic_slice_in_dim(weight, head * k, k, axis=-1)
+
+
+class LlamaMLP(nnx.Module):
+    """A gated MLP: with SwiGLU down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(self, name: str, width: int, config: RotaryConfig, parts: LayerParts, init: Init):
+        d, f = config.d_model, width
+        out_std = 0.02 / (2 * config.n_layers) ** 0.5
+        self.w_gate = init(f"{name}/w_gate", (d, f), 0.02, parts.cut(1))
+        self.w_up = init(f"{name}/w_up", (d, f), 0.02, parts.cut(1))
+        self.w_down = init(f"{name}/w_down", (f, d), out_std, parts.cut(0))
+        self.gate, self.parts = config.GATE, parts
+
+    def __call__(self, x_BLD: jax.Array, dot: Dot) -> jax.Array:
+        """Transform each token: `[B, L, D] -> [B, L, D]`."""
+        return self.parts.devices.leave(self.of_whole(self.parts.devices.enter(x_BLD), dot))
+
+    def of_whole(self, x_BLD: jax.Array, dot: Dot) -> jax.Array:
+        """The same for x on which `enter` was called; returns a partial sum for `leave`."""
+        gate_BLF, up_BLF = dot(x_BLD, w_gate=self.w_gate[...], w_up=self.w_up[...])
+        (down_BLD,) = dot(gated(self.gate, gate_BLF, up_BLF), w_down=self.w_down[...])
+        return down_BLD
+
+
+class LlamaLayer(nnx.Module):
+    """Attention and MLP, or a mixture of experts, each behind a norm and added to the stream.
+
+    With `POST_NORMS` what they return has a norm, too (Gemma 3).
+    """
+
+    def __init__(
+        self, kind: str, config: RotaryConfig, parts: LayerParts, init: Init,
+        attention: Callable[..., nnx.Module] = LlamaAttention,
+    ):  # fmt: skip
+        config = config.of_kind(kind)
+        names = "attn_norm", "mlp_norm"
+        names += ("attn_post_norm", "mlp_post_norm") if config.POST_NORMS else ()
+        leaf = parts.own(differs=parts.devices.sequence)
+        for name in names:
+            setattr(self, name, new_norm(name, config.d_model, config, init, leaf))
+        self.attn = attention(config, parts, init)
+        if is_sparse(kind):
+            width = config.shared_experts * config.expert_width
+            shared = LlamaMLP("shared", width, config, parts, init) if width else None
+            self.moe = MixtureOfExperts(config, parts, init, shared)
+        else:
+            self.mlp = LlamaMLP("mlp", config.d_ff, config, parts, init)
+        self.is_sparse, self.has_post_norms = is_sparse(kind), config.POST_NORMS
+
+    def __call__(
+        self, x_BLD: jax.Array, positions_BL: jax.Array, context: Context, given: LayerInputs
+    ) -> LayerOutput:
+        """`[B, L, D] -> [B, L, D]`, and with slices the keys and values up to the slice's end."""
+        mixed_BLD, past = self.attn(self.attn_norm(x_BLD), positions_BL, given)
+        if self.has_post_norms:
+            mixed_BLD = self.attn_post_norm(mixed_BLD)
+        x_BLD = x_BLD + given.masks.stream(mixed_BLD, "attention")
+        normed_BLD, aux = self.mlp_norm(x_BLD), Aux()
+        if self.is_sparse:
+            made_BLD, aux = self.moe(normed_BLD, context, given.dot)
+        else:
+            made_BLD = self.mlp(normed_BLD, given.dot)
+        if self.has_post_norms:
+            made_BLD = self.mlp_post_norm(made_BLD)
+        return append_cache(x_BLD + given.masks.stream(made_BLD, "mlp"), past, aux)
+
+
+def new_norm(name: str, size: int, config: RotaryConfig, init: Init, leaf: ParamSpec) -> RMSNorm:
+    """Build a norm of a model: `RMSNorm` with its epsilon and offset."""
+    return RMSNorm(name, size, config.norm_eps, init, leaf, config.NORM_OFFSET)
+
+
+class LlamaEmbedHead(nnx.Module):
+    """Embedding before the layers, final norm and head after them.
+
+    The vocabulary is sharded over the devices that share them. A tied head is the embedding.
+    """
+
+    def __init__(self, config: LlamaConfig, parts: EmbedHeadParts, init: Init):
+        d, v = config.d_model, config.vocab_size
+        self.embed = init("embed", (v, d), 0.02, parts.cut(0))
+        self.final_norm = new_norm("final_norm", d, config, init, parts.own())
+        if not config.tied:
+            self.head = init("head", (d, v), 0.02, parts.cut(1))
+        self.tied, self.parts = config.tied, parts
+        self.scale = d**0.5 if config.EMBED_SCALED else 1.0
+
+    def enter(self, tokens_BL: jax.Array) -> jax.Array:
+        """Embed tokens: `[B, L] -> [B, L, D]`."""
+        x_BLD = self.parts.devices.leave(self.parts.look_up(self.embed[...], tokens_BL))
+        return x_BLD if self.scale == 1 else self.scale * x_BLD
+
+    def leave(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the head's operands: `[B, L, D]` of all tokens, and its matrix `[D, V]`."""
+        return self.operands(self.final_norm(x_BLD))
+
+    def operands(self, normed_BLD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the head's operands for a stream that is normalised already."""
+        x_BLD = self.parts.devices.enter(normed_BLD)
+        head_DV = self.embed[...].T if self.tied else self.head[...]
+        return x_BLD, head_DV.astype(x_BLD.dtype)

@@ -1,0 +1,176 @@
+"""Costs of layers, embed_head and messages on one device, traced from the model's functions."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import lcm, prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec import structs
+
+from jaxpipe.config import Config, DataConfig, ParallelConfig, TrainConfig
+
+if TYPE_CHECKING:
+    import jax
+
+    from jaxpipe.planning.cost.liveness import WorkingSet
+
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Parameters(NamedTuple):
+    """Named parameters: a tree of their full float32 shapes, and the same tree of their specs."""
+
+    shapes: Any
+    specs: Any
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Costs of a layer of one kind for one microbatch or sequence slice, on one device.
+
+    FLOPs are those of matrix products, two per multiply-add. The papers' M_B is the bytes of
+    `for_b` and `for_w`, their M_W the bytes of `for_w` and `stash`.
+
+    Attributes:
+      F, B, W: FLOPs, with what B recomputes. BW does both.
+      in_fp8: FLOPs of F, B and W that are in 8-bit floats.
+      waits: shapes and dtypes of the values that stay live: residuals that only B reads (`for_b`),
+        residuals that W reads (`for_w`), and the W stash (`stash`).
+      state: bytes that sequence slices leave for each other; their gradient is as large.
+      parameters: the parameters of the layer.
+      exchanged: bytes that a device sends in all-to-alls over ep, in each of F, B and W.
+      shared: bytes that a device sends to replicas that share its sequences (cp), in each.
+      turned: the bytes of `shared` that go round the ring of ring attention.
+      tensor: bytes that a device sends to devices that share its layers (tp), in each.
+      working: what F, B, W and BW hold beside parameters and stored values.
+    """
+
+    F: float
+    B: float
+    W: float
+    in_fp8: Mapping[str, float]
+    waits: Mapping[str, tuple["jax.ShapeDtypeStruct", ...]]
+    state: int
+    parameters: Parameters
+    exchanged: Mapping[str, float]
+    shared: Mapping[str, float]
+    turned: Mapping[str, float]
+    tensor: Mapping[str, float]
+    working: Mapping[str, "WorkingSet"]
+
+    @property
+    def for_b(self) -> int:
+        """Bytes of the residuals that only B reads."""
+        return size_of(self.waits["for_b"])
+
+    @property
+    def for_w(self) -> int:
+        """Bytes of the residuals that W reads."""
+        return size_of(self.waits["for_w"])
+
+    @property
+    def stash(self) -> int:
+        """Bytes of the W stash, which B leaves for W."""
+        return size_of(self.waits["stash"])
+
+
+def size_of(values: Iterable["jax.ShapeDtypeStruct"]) -> int:
+    """Bytes of arrays of these shapes and dtypes."""
+    return sum(prod(value.shape) * value.dtype.itemsize for value in values)
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """Costs of a model under one configuration.
+
+    Attributes:
+      kinds: the costs of each layer kind.
+      order: the kind of every layer.
+      head: FLOPs of the loss of a microbatch or slice with all its gradients.
+      head_bytes: bytes that it holds at once beside its inputs.
+      message: bytes of the activations between two layers, or of their gradient.
+      embed_head: the parameters of embedding, final norm and head.
+      reads: whether layers read these parameters (`LayerKind.reads`).
+    """
+
+    kinds: Mapping[str, LayerCosts]
+    order: tuple[str, ...]
+    head: float
+    head_bytes: int
+    message: int
+    embed_head: Parameters
+    reads: bool = False
+
+    def mean(self, of: Callable[[LayerCosts], float]) -> float:
+        """Mean of a number over the model's layers."""
+        return sum(of(self.kinds[name]) for name in self.order) / len(self.order)
+
+
+_traced: dict[Config, ModelCosts] = {}
+_layers: dict[Config, ModelCosts] = {}  # without the vocabulary's sharing over pp
+_embed_heads: dict[Config, ModelCosts] = {}  # without remat
+
+
+def costs_of(config: Config) -> ModelCosts:
+    """Return the costs of a configuration's model, cached by its `essentials`.
+
+    This imports jax, but touches no device.
+    """
+    key = essentials(config)
+    if key not in _traced:
+        from jaxpipe.planning.cost.trace import trace
+
+        alone = structs.replace(key.parallel, pp=1, vocab_parallel_pp=False)
+        of_layers = structs.replace(key, parallel=alone)
+        of_embed_head = structs.replace(key, train=structs.replace(key.train, remat="none"))
+        layers = _layers.get(of_layers)
+        if layers and layers.reads:  # of embedding and head, which this one may share otherwise
+            layers = None
+        _traced[key] = trace(key, layers=layers, embed_head=_embed_heads.get(of_embed_head))
+        _layers.setdefault(of_layers, _traced[key])
+        _embed_heads.setdefault(of_embed_head, _traced[key])
+    return _traced[key]
+
+
+def take_traced(known: Mapping[Config, ModelCosts]) -> None:
+    """Add costs that another process has traced to the cache, by their `essentials`."""
+    _traced.update(known)
+
+
+def essentials(config: Config) -> Config:
+    """Reduce a configuration to the settings that the ops of a device depend on."""
+    parallel, train, documents = config.parallel, config.train, config.data.documents
+    packed = {"packing": "sequential", "max_documents": documents} if documents else {}
+    return Config(
+        model=config.model,
+        lora=structs.replace(config.lora, adapter=""),
+        data=DataConfig(**packed),
+        parallel=ParallelConfig(
+            pp=parallel.vocab_shared_by or 1,
+            dp=lcm(parallel.cp, parallel.ep),
+            cp=parallel.cp,
+            cp_method=parallel.cp_method,
+            cp_heads=parallel.cp_heads,
+            ep=parallel.ep,
+            ep_buffer_factor=parallel.ep_buffer_factor,
+            tp=parallel.tp,
+            slices=parallel.slices,
+            sequence_parallel=parallel.sequence_parallel,
+            vocab_parallel_pp=bool(parallel.vocab_shared_by),
+        ),
+        train=TrainConfig(
+            steps=1,
+            grad_accum_steps=1,
+            microbatch_size=train.microbatch_size,
+            seq_len=train.seq_len,
+            compute_dtype=train.compute_dtype,
+            fp8=train.fp8,
+            remat=train.remat,
+            loss_chunks=train.loss_chunks,
+            loss=train.loss,
+            loss_rows=train.loss_rows,
+            loss_temperature=train.loss_temperature,
+            variable_length=config.marks_padding,
+        ),
+    )

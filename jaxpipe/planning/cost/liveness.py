@@ -1,0 +1,213 @@
+"""Bytes that a traced function holds at once: a linear scan over its equations, as XLA fuses them.
+
+A value that is in memory is live from the equation that makes it to the last one that reads it
+(Poletto and Sarkar 1999, "Linear Scan Register Allocation"). XLA fuses elementwise and data-moving
+equations into the kernels that read their results. Such a result is in memory only if an operation
+reads it that is a kernel of its own, such as a product, a collective or a loop; all other readers
+compute it again, and the values that it is computed from stay live for them.
+"""
+
+from collections.abc import Collection, Iterator
+from itertools import count
+from math import prod
+from typing import Any, NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from jaxpipe.model.kernels import cudnn
+
+_CALLS = (
+    "pjit", "jit", "closed_call", "core_call", "checkpoint", "remat", "custom_jvp_call",
+    "custom_vjp_call", "custom_vjp_call_jaxpr",
+)  # fmt: skip
+_BODIES = ("scan", "while", "cond")
+# Operations whose operands and results are in memory, by the beginnings of their names.
+_KERNELS = (
+    "all_gather", "all_to_all", "conv_general", "cum", "dot_general", "dot_product_attention",
+    "fp8_ragged_dot", "optimization_barrier", "pallas_call", "ppermute", "psum", "ragged_dot",
+    "reduce_scatter", "scatter", "sort", "top_k", *_BODIES,
+)  # fmt: skip
+_REDUCTIONS = ("argmax", "argmin", "reduce_")  # read fused operands and write their results
+_PRODUCTS = ("dot_general", "ragged_dot")
+_RENAMES = ("convert_element_type", "copy", "name", "reshape", "transpose")
+_SUMS = ("add", "add_any")
+
+
+class JaxprValue(NamedTuple):
+    """A variable of a jaxpr in one of its calls; a jaxpr that is called twice has one of each."""
+
+    var: Var
+    call: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of its array."""
+        aval = self.var.aval
+        return prod(aval.shape) * aval.dtype.itemsize
+
+
+class Step(NamedTuple):
+    """One operation of a function whose calls are inlined.
+
+    Attributes:
+      name: of the primitive.
+      reads, makes: its operands and results, without literals.
+      inner: bytes that it takes beside these: of its body, if it is a loop or a condition.
+    """
+
+    name: str
+    reads: tuple[JaxprValue, ...]
+    makes: tuple[JaxprValue, ...]
+    inner: int
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether its results are computed by those who read them."""
+        return not self.name.startswith(_KERNELS + _REDUCTIONS)
+
+
+class WorkingSet(NamedTuple):
+    """Bytes of the values that a function computes.
+
+    Attributes:
+      peak: the most in memory at once. Results count until their last reader in the function: its
+        caller adds them to something, or writes them where it has room.
+      results: of results in memory: what a caller holds that writes them later.
+    """
+
+    peak: int
+    results: int
+
+
+def working_set(
+    jaxpr: Jaxpr, live: Collection[Var] = (), stored: Collection[Var] = ()
+) -> WorkingSet:
+    """Return the bytes of the values that a jaxpr computes.
+
+    Args:
+      jaxpr: traced at the shapes of one device.
+      live: inputs that take memory until their last reader; other inputs take none.
+      stored: inputs that are slices of larger arrays, of which kernels read a copy.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def mlp(x, up, down):
+    ...     return jnp.sin(jnp.tanh(x @ up) @ down)
+    >>> jaxpr = jax.make_jaxpr(mlp)(jnp.ones((2, 3)), jnp.ones((3, 5)), jnp.ones((5, 3))).jaxpr
+    >>> working_set(jaxpr)  # x @ up and its tanh, 10 floats each
+    WorkingSet(peak=80, results=0)
+    """
+    steps = list(_steps(jaxpr, {}, 0, count(1)))
+    outputs = {JaxprValue(var) for var in jaxpr.outvars if isinstance(var, Var)}
+    written = _written(steps, set(map(JaxprValue, stored)), outputs)
+    given = set(map(JaxprValue, live))
+    sources = {value: frozenset((value,)) for value in written | given}
+    begins, ends = dict.fromkeys(given, 0), {}
+    for place, step in enumerate(steps):
+        read = frozenset().union(*(sources.get(value, ()) for value in step.reads))
+        made = written.intersection(step.makes)
+        if step.is_fused and not made:
+            sources |= dict.fromkeys(step.makes, read)
+            continue
+        for value in made | read:
+            begins.setdefault(value, place)
+            ends[value] = place
+    results = sum(value.size for value in written & outputs)
+    return WorkingSet(_largest(steps, begins, ends), results)
+
+
+def _written(
+    steps: list[Step], stored: set[JaxprValue], outputs: set[JaxprValue]
+) -> set[JaxprValue]:
+    """The values in memory: results of operations that are not fused, and what kernels read.
+
+    A product reads a transposed operand where it is. A product that is only added to something is
+    added in place, as a gradient to its sum.
+    """
+    readers: dict[JaxprValue, list[Step]] = {}
+    for step in steps:
+        for value in {*step.reads}:
+            readers.setdefault(value, []).append(step)
+    made = {value for step in steps for value in step.makes}
+    written = {value for step in steps if not step.is_fused for value in step.makes}
+    transposed = {step.makes[0]: step.reads[0] for step in steps if step.name == "transpose"}
+    for step in steps:
+        if step.name.startswith(_KERNELS):
+            of = transposed if step.name.startswith(_PRODUCTS) else {}
+            written |= {of.get(value, value) for value in step.reads} & (made | stored)
+    for step in steps:
+        if not step.name.startswith(_PRODUCTS):
+            continue
+        (product,) = (last,) = step.makes
+        while len(after := readers.get(last, ())) == 1 and after[0].name in _RENAMES:
+            (last,) = after[0].makes
+        if not after:
+            written.discard(product)
+        elif len(after) == 1 and after[0].name in _SUMS and product not in outputs:
+            written.discard(product)
+            written |= set(after[0].makes) - outputs
+    return written
+
+
+def _largest(steps: list[Step], begins: dict[JaxprValue, int], ends: dict[JaxprValue, int]) -> int:
+    """The largest sum of live values; a loop updates in place what nothing reads after it."""
+    starting: list[list[JaxprValue]] = [[] for _ in steps]
+    ending: list[list[JaxprValue]] = [[] for _ in steps]
+    for value, end in ends.items():
+        starting[begins[value]].append(value)
+        ending[end].append(value)
+    held = largest = 0
+    for place, step in enumerate(steps):
+        held += sum(value.size for value in starting[place])
+        in_place = 0
+        if step.name in _BODIES:
+            made = sum(value.size for value in step.makes if value in ends)
+            read_last = sum(value.size for value in ending[place] if value not in step.makes)
+            in_place = min(made, read_last)
+        largest = max(largest, held - in_place + step.inner)
+        held -= sum(value.size for value in ending[place])
+    return largest
+
+
+def _steps(
+    jaxpr: Jaxpr, names: dict[Var, JaxprValue | Literal], call: int, calls: Iterator[int]
+) -> Iterator[Step]:
+    """Yield the operations of a jaxpr, and those of its calls in their place.
+
+    Args:
+      names: what variables stand for that are not of this call.
+      call, calls: its number, and those of further calls.
+    """
+
+    def named(var: Any) -> JaxprValue | Literal:
+        return var if isinstance(var, Literal) else names.get(var, JaxprValue(var, call))
+
+    for eqn in jaxpr.eqns:
+        name, bodies = eqn.primitive.name, list(_bodies(eqn))
+        reads = tuple(map(named, eqn.invars))
+        if name in _CALLS:
+            (body,), number = bodies, next(calls)
+            inside = dict(zip(body.invars, reads))
+            yield from _steps(body, inside, number, calls)
+            for result, of in zip(eqn.outvars, body.outvars):
+                is_new = isinstance(of, Var)
+                names[result] = inside.get(of, JaxprValue(of, number)) if is_new else of
+            continue
+        inner = [working_set(body).peak for body in bodies if name in _BODIES]
+        inner = inner or [cudnn.workspace(name, tuple(var.aval.shape for var in eqn.invars))]
+        made = tuple(map(named, eqn.outvars))
+        if name == "optimization_barrier":  # it orders operations and copies nothing
+            names |= dict(zip(eqn.outvars, reads))
+            made = ()
+        yield Step(
+            name,
+            tuple(value for value in reads if isinstance(value, JaxprValue)),
+            made,
+            inner[-1] if eqn.params.get("branches_platforms") else max(inner),
+        )
+
+
+def _bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    for value in eqn.params.values():
+        for body in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(body, ClosedJaxpr | Jaxpr):
+                yield getattr(body, "jaxpr", body)

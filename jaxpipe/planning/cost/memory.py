@@ -1,0 +1,186 @@
+"""Bytes on one device: the largest rank's, since one program sizes all ranks' buffers alike."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxpipe.config import Config
+from jaxpipe.core.schedule import Placement, Tables
+from jaxpipe.planning.cost.costs import ITEMSIZE, LayerCosts, ModelCosts, costs_of, size_of
+from jaxpipe.planning.cost.state_sizes import FLOAT32, StoredValues, stored_values
+
+if TYPE_CHECKING:
+    from jaxpipe.core.mesh import StageLayout
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of a device by purpose.
+
+    Attributes:
+      parameters: values of the rank's layers, and of its shard of embedding and head; both sharded
+        over replicas from ZeRO stage 1 on. Trained ones are float32, frozen ones in the compute
+        dtype.
+      optimizer: what the optimizer keeps of the trained parameters, without its counters.
+      gradients: float32 sums, of trained parameters alone. Layers' are sharded if layers are
+        all-gathered for every action; those of embedding and head are full unless they are
+        vocabulary-parallel over pp, and then full once more if layers read them.
+      copies: what the ops read, in the compute dtype and all-gathered; a bidirectional schedule has
+        two stages of layers.
+      activations: values that are live for B, W or the next sequence slice, and queued messages.
+      working: what the cell that holds most computes with beside all these: an action of a layer or
+        the head, by liveness over its equations (`liveness.py`).
+      host: bytes in its host's memory, not on the device: residuals (`train.offload_layers`) and
+        moments (`train.offload_moments`).
+      kept: with `train.fused_steps` the reduced gradients of a step that is not yet validated; and
+        parameters, moments and gradients of the full embedding and head, which every rank has.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    copies: int
+    activations: int
+    working: int
+    host: int = 0
+    kept: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device, which excludes `host`."""
+        return sum(asdict(self).values()) - self.host
+
+
+def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> RankBytes:
+    """Return the bytes of a device under a schedule with these stages, lowered to `tables`.
+
+    With None for `tables`, activations count as 0, and the working set is that of the head or of an
+    op of one layer: no order has less.
+    """
+    train, parallel = config.train, config.parallel
+    item, costs = ITEMSIZE[train.compute_dtype], costs_of(config)
+    mirrored = layout.mirrored
+    by_kind, (embed_head, frozen_embed_head) = stored_values(config)
+    kinds = [by_kind[kind] for kind in layout.slot_kinds]
+    trained, frozen = (StoredValues(*map(sum, zip(*values))) for values in zip(*kinds))
+    sums = trained.shard if parallel.reshards else trained.full
+    overlaps = train.fused_steps > 1 and not mirrored
+    cast = item != FLOAT32 or overlaps  # parameters that change in a program are copied for ops
+    read = (embed_head.full if cast else embed_head.gathered) + frozen_embed_head.gathered
+    of_layers = bool(costs.reads and parallel.vocab_shared_by)
+    read += of_layers * (embed_head.of_layers + frozen_embed_head.of_layers)
+    if parallel.reshards:
+        ahead = min(2, max(map(len, layout.chunk_kinds)))  # a layer, and the next, gathered ahead
+        read += ahead * max(sum(part.gathered for part in kind) for kind in by_kind.values())
+        read += trained.shard * (cast + mirrored) + frozen.shard * mirrored
+    else:
+        read += (trained.full if cast else trained.gathered) + trained.full * mirrored
+        read += frozen.gathered + frozen.full * mirrored
+    logits = logits_of(config)
+    activations = host = 0
+    if tables is not None:
+        rings = _rings(costs, layout, tables, train.offload_layers)
+        activations = rings.device + _messages(costs, tables) + tables.slots.head * logits * item
+        host = rings.host
+    moments = trained.moments + embed_head.moments
+    return RankBytes(
+        parameters=FLOAT32 * (trained.shard + embed_head.shard)
+        + item * (frozen.shard + frozen_embed_head.shard),
+        optimizer=0 if train.offload_moments else moments,
+        gradients=FLOAT32
+        * (sums * (1 + mirrored) + embed_head.full + of_layers * embed_head.of_layers),
+        copies=item * read,
+        activations=activations,
+        working=_working(costs, layout, tables),
+        host=host + train.offload_moments * moments,
+        kept=overlaps * (FLOAT32 * trained.shard + embed_head.of_rank + frozen_embed_head.of_rank),
+    )
+
+
+def logits_of(config: Config) -> int:
+    """Number of logits that a device computes at once, of a microbatch, slice or loss chunk."""
+    train, parallel = config.train, config.parallel
+    tokens = train.microbatch_size * train.seq_len // parallel.rows_per_sequence
+    vocabulary = -(-config.model.vocab_size // (parallel.tp * (parallel.vocab_shared_by or 1)))
+    return tokens // train.loss_chunks * vocabulary
+
+
+def _working(costs: ModelCosts, layout: "StageLayout", tables: Tables | None) -> int:
+    """Bytes of the cell that holds most, beside what is stored.
+
+    XLA writes what the F and B of a chunk return to ring buffers when its last layer is done. In
+    BW, W runs one layer behind B where B has collectives, so the stash of a layer more is live;
+    elsewhere XLA delays the products of W as long as they write more than they free. Of
+    a pair, F ends with the B of as many layers, beside which the W of layers before may run.
+    """
+    if tables is None:
+        kinds = [costs.kinds[kind].working for kind in {*layout.slot_kinds}]
+        return max(costs.head_bytes, *(kind[op].peak for kind in kinds for op in "FBW"))
+
+    def of_chunk(op: str, kinds: Sequence[str]) -> int:
+        layers = [costs.kinds[kind].working[op] for kind in kinds]
+        others = sorted(layer.results for layer in layers)[1:]
+        return max(layer.peak for layer in layers) + sum(others[-1:] if op == "BW" else others)
+
+    def largest(op: str) -> int:
+        return max(of_chunk(op, kinds) for kinds in layout.chunk_kinds if kinds)
+
+    alone = max(map(len, layout.chunk_kinds)) == 1
+    pairs = [largest("F") + largest("B" if alone else pair.op.name) for pair in tables.pairs]
+    ops = {"F", *(op.name for op, _ in tables.gradients), *(pair.op.name for pair in tables.pairs)}
+    return max(costs.head_bytes, *map(largest, ops), *pairs)
+
+
+def _messages(costs: ModelCosts, tables: Tables) -> int:
+    """Bytes of messages that are queued or in transit."""
+    slots = tables.slots
+    both_ways = len(tables.lanes) * (tables.lockstep.transfer_ticks == 2)
+    messages = slots.inbox + 1 + 2 + both_ways  # queued; computed last; in transit
+    waits = slots.head + slots.embed + bool(slots.embed)  # for deferred gradients of embed_head
+    return (messages + waits) * costs.message
+
+
+class RingBytes(NamedTuple):
+    """Bytes of ring buffers on a device, and in its host's memory."""
+
+    device: int
+    host: int
+
+
+def _rings(costs: ModelCosts, layout: "StageLayout", tables: Tables, offloaded: int) -> RingBytes:
+    """Bytes of the ring buffers of a rank's layers; of every stage `offloaded` are on the host."""
+    away, slots, device, host = layout.first_ring_slots(offloaded), tables.slots, 0, 0
+    alike = Counter((kind, ring in away) for ring, kind in enumerate(layout.ring_slot_kinds))
+    for (name, on_host), count in alike.items():
+        kind = costs.kinds[name]
+        ring = ring_bytes(kind, tables, on_host=on_host)
+        device += count * (ring.device + (slots.state + slots.dstate) * kind.state)
+        host += count * ring.host
+    return RingBytes(device, host)
+
+
+def ring_bytes(kind: LayerCosts, tables: Tables, *, on_host: bool = False) -> RingBytes:
+    """Bytes of the ring buffers of one layer's residuals and W stash, as long as any rank needs.
+
+    `on_host`: whether its residuals are offloaded.
+    """
+    from jaxpipe.core.executor.ring_buffers import values_by_use
+    from jaxpipe.core.executor.store import ring_lengths
+    from jaxpipe.core.split.crossing import Residuals
+
+    waits = kind.waits
+    residuals = Residuals(waits["for_b"], waits["for_w"])
+    with_residuals, stash = (
+        sum(length * size_of([value])
+            for value, length in ring_lengths(uses, tables.rank_slots).items())
+        for uses in values_by_use(residuals, waits["stash"], separate=bool(tables.pairs) or on_host)
+    )  # fmt: skip
+    return RingBytes(stash, with_residuals) if on_host else RingBytes(with_residuals + stash, 0)
+
+
+def layout_of(config: Config, placement: Placement, layers: tuple[int, ...]) -> "StageLayout":
+    """Return the stage layout of a configuration's layers under a placement."""
+    from jaxpipe.core.mesh import StageLayout
+
+    return StageLayout(layers, placement, costs_of(config).order)

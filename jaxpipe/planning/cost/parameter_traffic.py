@@ -1,0 +1,70 @@
+"""Bytes that a device sends for its parameters and their gradients."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxpipe.config import Config
+from jaxpipe.planning.cost.costs import ITEMSIZE
+from jaxpipe.planning.cost.state_sizes import FLOAT32, StoredValues, stored_values
+
+if TYPE_CHECKING:
+    from jaxpipe.core.mesh import StageLayout
+
+
+def mirrored_bytes(config: Config, layout: "StageLayout") -> int:
+    """Bytes that a rank of a bidirectional schedule sends per step for its second copy of a stage.
+
+    Parameters are sent in the compute dtype, and the sums of their gradients return in float32.
+    """
+    if not layout.mirrored:
+        return 0
+    by_kind, _ = stored_values(config)
+
+    def sent(values: StoredValues) -> int:
+        return values.shard if config.parallel.reshards else values.full
+
+    item = ITEMSIZE[config.train.compute_dtype]
+    return sum(
+        item * (sent(trained) + sent(frozen)) + FLOAT32 * sent(trained)
+        for trained, frozen in (by_kind[kind] for kind in layout.slot_kinds)
+    )
+
+
+class StepTraffic(NamedTuple):
+    """Bytes that a device sends once a step, outside of the scan.
+
+    Attributes:
+      replicas: gradients that are reduced, and parameters that are gathered.
+      host: moments that come from the host and return.
+    """
+
+    replicas: float
+    host: int
+
+
+def step_traffic(config: Config, layout: "StageLayout") -> StepTraffic:
+    """Return what a device with these stages sends once a step, outside of the scan.
+
+    Below ZeRO stage 2 gradients are all-reduced, from it on reduce-scattered; from stage 1 on
+    parameters are gathered. Layers that every action gathers are not in it (`collectives.
+    resharding_of`). Groups of replicas (`parallel.dp_replicate`) count as one ring of all.
+    """
+    parallel, train = config.parallel, config.train
+    by_kind, embed_head = stored_values(config)
+    layers = [] if parallel.reshards else [by_kind[kind] for kind in layout.slot_kinds]
+    item, of_sum = ITEMSIZE[train.compute_dtype], ITEMSIZE[parallel.grad_reduce_dtype]
+    times = of_sum * (2 if parallel.zero_stage < 2 else 1)
+    sent = sum(times * trained.reduced for trained, _ in (*layers, embed_head))
+    sent += sum(item * (one.full - one.shard) for both in (*layers, embed_head) for one in both)
+    moments = sum(by_kind[kind][0].moments for kind in layout.slot_kinds) + embed_head[0].moments
+    return StepTraffic(sent, 2 * moments if train.offload_moments else 0)
+
+
+def layer_traffic(config: Config) -> dict[str, tuple[float, float]]:
+    """Bytes of each layer kind that a device sends to gather it, and to reduce its gradient."""
+    item, of_sum = (
+        ITEMSIZE[name] for name in (config.train.compute_dtype, config.parallel.grad_reduce_dtype)
+    )
+    return {
+        name: (item * sum(one.full - one.shard for one in both), of_sum * both[0].reduced)
+        for name, both in stored_values(config)[0].items()
+    }

@@ -1,0 +1,321 @@
+"""Traces the costs of a model at the shapes of one device, on an abstract mesh."""
+
+from collections.abc import Callable, Collection
+from functools import partial
+from itertools import islice
+from math import lcm, prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from jaxpipe.config import Config, ParallelConfig
+from jaxpipe.core.contract import Context, StageFunctions
+from jaxpipe.core.contract.parameter import ParamSpec
+from jaxpipe.core.executor.traced_kind import TracedKind, embed_head_of
+from jaxpipe.core.mesh import DP, EP, PP, RP, TP, ZERO_AXES
+from jaxpipe.core.mesh.flags import is_trained, merge, select
+from jaxpipe.core.mesh.sharding import param_specs_of
+from jaxpipe.core.split import POLICIES
+from jaxpipe.core.split.split import Cotangent, LayerSplit, inexact
+from jaxpipe.model.ahead import ahead_keys
+from jaxpipe.model.kernels import cudnn, grouped_fp8
+from jaxpipe.model.kernels.cudnn_attention import replace_kernels
+from jaxpipe.model.layers.moe.balance import REAL
+from jaxpipe.model.loss import CHOICES
+from jaxpipe.planning.cost.costs import LayerCosts, ModelCosts, Parameters, size_of
+from jaxpipe.planning.cost.liveness import WorkingSet, working_set
+from jaxpipe.planning.model import model_of
+
+Tree = Any
+
+
+def trace(
+    config: Config, *, layers: ModelCosts | None = None, embed_head: ModelCosts | None = None
+) -> ModelCosts:
+    """Trace the costs of a configuration's model on the smallest mesh with its cp, ep and tp.
+
+    Args:
+      config: the settings that costs depend on (`costs.essentials`).
+      layers: costs of a configuration whose layers are the same, which are not traced again.
+      embed_head: costs of a configuration whose embedding and head are the same.
+    """
+    known_layers, known_embed_head = layers, embed_head
+    model, parallel, train = model_of(config), config.parallel, config.train
+    functions = model.functions
+    replicas = lcm(parallel.cp, parallel.ep) // parallel.ep
+    sizes = {PP: parallel.pp, RP: 1, DP: replicas, EP: parallel.ep, TP: parallel.tp}
+    order = functions.layer_kinds(config.model.pipeline_layers)
+    dtype, key = jnp.dtype(train.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
+    embed_head = jax.eval_shape(model.init_embed_head, key)
+    layers = {
+        name: jax.eval_shape(partial(model.init_layer, index=order.index(name), kind=name), key)
+        for name in dict.fromkeys(order)
+    }
+    leaves_of = {
+        name: param_specs_of(functions.kinds_by_name[name].param_specs, layer, of_layer=True)
+        for name, layer in layers.items()
+    }
+    embed_head_leaves = param_specs_of(functions.embed_head_specs, embed_head, of_layer=False)
+    of_embed_head = Parameters(embed_head, embed_head_leaves)
+    of_layers = {name: Parameters(layer, leaves_of[name]) for name, layer in layers.items()}
+    costs: list[ModelCosts] = []
+
+    def on_device(embed_head: Tree, layers: dict[str, Tree], rows: Tree, read: Tree) -> None:
+        x = jax.eval_shape(functions.embed, embed_head, rows)
+        index, trained = jax.ShapeDtypeStruct((), jnp.int32), is_trained(embed_head_leaves)
+        context = Context(rows, index, None, functions.variables, read)
+        policy = POLICIES[train.remat]
+        kinds = {}
+        for name, params in () if known_layers else layers.items():
+            kind = functions.kinds_by_name[name]
+            run = TracedKind.trace(name, kind, params, x, context, policy, trained)
+            seen = context._replace(state=run.state, embed_head=embed_head_of(kind, read))
+            kinds[name] = _layer_costs(run, params, x, seen, of_layers[name], parallel)
+
+        def total(own: Tree, x: Any, rows: Tree) -> jax.Array:
+            return functions.head(merge(trained, own, embed_head), x, rows).sum()
+
+        loss_and_gradients = jax.grad(total, argnums=(0, 1), allow_int=True)
+        if known_embed_head:
+            head, head_bytes = known_embed_head.head, known_embed_head.head_bytes
+        else:
+            traced = jax.make_jaxpr(loss_and_gradients)(select(trained, embed_head), x, rows)
+            head, head_bytes = product_flops(traced.jaxpr), working_set(traced.jaxpr).peak
+        reads = any(functions.kinds_by_name[name].reads for name in layers)
+        kinds = known_layers.kinds if known_layers else kinds
+        costs.append(ModelCosts(kinds, order, head, head_bytes, _bytes(x), of_embed_head, reads))
+
+    arguments = (
+        _shards(embed_head, embed_head_leaves, sizes, dtype),
+        {name: _shards(layer, leaves_of[name], sizes, dtype) for name, layer in layers.items()},
+        rows_of(config, functions),
+        _shards(embed_head, embed_head_leaves, sizes | {PP: 1}, dtype),
+    )
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 5)
+    run = jax.shard_map(
+        on_device, mesh=mesh, in_specs=PartitionSpec(), out_specs=None, check_vma=False
+    )
+    with replace_kernels():
+        jax.eval_shape(run, *arguments)
+    return costs[0]
+
+
+def product_flops(jaxpr: Jaxpr, iterations: float = 1, *, fp8: bool = False) -> float:
+    """FLOPs of the matrix products of a jaxpr, with all iterations of loops and the largest branch.
+
+    A `while` loop counts `iterations` times. With `fp8` only products of two 8-bit floats count.
+
+    >>> product_flops(jax.make_jaxpr(lambda x: x @ x.T)(jnp.ones((2, 3))).jaxpr)
+    24
+    """
+    return _total(jaxpr, partial(_flops_of, fp8=fp8), iterations)
+
+
+def sent_bytes(
+    jaxpr: Jaxpr,
+    axes: tuple[str, ...],
+    devices: int,
+    iterations: float = 1,
+    *,
+    round_ring: bool = False,
+) -> float:
+    """Bytes that each device sends in a jaxpr's collectives over mesh axes of `devices` devices.
+
+    Collectives may be in smaller groups. A permute sends its operand, an all-to-all and a
+    reduce-scatter all of it but the device's own shard; an all-gather sends it to every other
+    device; an all-reduce is a reduce-scatter and an all-gather of the shards. Loops count as in
+    `product_flops`. With `round_ring` only permutes count.
+    """
+
+    def times(name: str, members: int) -> float | None:
+        others = members - 1
+        if name == "ppermute":
+            return 1
+        known = {
+            "psum": 2 * others / members,
+            "all_gather": others,
+            "all_to_all": others / members,
+            "reduce_scatter": others / members,
+        }
+        return None if round_ring else known.get(name)
+
+    def sent(eqn: JaxprEqn) -> float | None:
+        over, groups = eqn.params.get("axis_name"), eqn.params.get("axis_index_groups")
+        over = eqn.params.get("axes", ()) if over is None else over
+        size = times(eqn.primitive.name, len(groups[0]) if groups else devices)
+        if size is None or axes != ((over,) if isinstance(over, str) else over):
+            return None
+        return _bytes([var.aval for var in eqn.invars]) * size
+
+    return _total(jaxpr, sent, iterations)
+
+
+def _total(jaxpr: Jaxpr, of_eqn: Callable[[JaxprEqn], float | None], iterations: float) -> float:
+    """Sum `of_eqn` over equations; where it is None, over the equation's inner jaxprs x iterations.
+
+    Of a condition the largest branch counts; of branches for platforms, the one that is not for
+    CPU.
+    """
+    total: float = 0
+    for eqn in jaxpr.eqns:
+        own = of_eqn(eqn)
+        if own is None:
+            bodies = [
+                _total(body.jaxpr if isinstance(body, ClosedJaxpr) else body, of_eqn, iterations)
+                for value in eqn.params.values()
+                for body in (value if isinstance(value, tuple) else (value,))
+                if isinstance(body, ClosedJaxpr | Jaxpr)
+            ]
+            name = eqn.primitive.name
+            times = {"scan": eqn.params.get("length"), "while": iterations}.get(name, 1)
+            if name == "cond":
+                own = bodies[-1] if eqn.params.get("branches_platforms") else max(bodies)
+            else:
+                own = sum(bodies) * times
+        total += own
+    return total
+
+
+def _flops_of(eqn: JaxprEqn, *, fp8: bool) -> float | None:
+    """FLOPs of one product or kernel; None for any other equation."""
+    name = eqn.primitive.name
+    if name == "dot_general":
+        if fp8 and any(var.aval.dtype.itemsize > 1 for var in eqn.invars):
+            return 0
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        left = eqn.invars[0].aval.shape
+        return 2 * prod(eqn.outvars[0].aval.shape) * prod(left[axis] for axis in contract)
+    if name == grouped_fp8.NAME:
+        return grouped_fp8.flops(*(var.aval.shape for var in eqn.invars[:2]))
+    if name == "ragged_dot_general":
+        return 0 if fp8 else _ragged_flops(eqn)
+    kernel = cudnn.flops(name, tuple(var.aval.shape for var in eqn.invars), eqn.params)
+    return 0 if fp8 and kernel is not None else kernel
+
+
+def _ragged_flops(eqn: JaxprEqn) -> float:
+    """FLOPs of a grouped product, of each row with the matrix of its group."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contract), (_, batch) = numbers.dot_dimension_numbers
+    left, right = (var.aval.shape for var in eqn.invars[:2])
+    known = {*contract, *batch, *numbers.rhs_group_dimensions}
+    return 2 * prod(left) * prod(size for dim, size in enumerate(right) if dim not in known)
+
+
+def _layer_costs(
+    run: TracedKind, params: Tree, x: Any, context: Context, parameters: Parameters,
+    parallel: ParallelConfig,
+) -> LayerCosts:  # fmt: skip
+    """Costs of a layer for an average sequence slice, which half of the other slices precede."""
+    split: LayerSplit = run.split
+    residuals, dlosses = split.residuals, run.output.aux.loss_sums
+    dy = Cotangent(x, inexact(run.state), dlosses)
+    before = (parallel.slices - 1) / 2
+    # Of every op: its arguments; the places of those that are live, and of those in ring buffers.
+    calls = {
+        "F": (split.forward, (params, x, context), {1}, set()),
+        "B": (split.backward_input, (params, context, residuals, dy), {3}, {2}),
+        "W": (
+            split.backward_weight,
+            (params, context, residuals.for_w, split.stash, dlosses), set(), {2, 3},
+        ),
+        "BW": (split.backward, (params, context, residuals, dy), {3}, {2}),
+    }  # fmt: skip
+    ops, working = {}, {}
+    for op, (function, args, live, stored) in calls.items():
+        ops[op] = jax.make_jaxpr(function)(*args).jaxpr
+        working[op] = working_set(ops[op], *(_inputs(ops[op], args, of) for of in (live, stored)))
+    both = ops.pop("BW")
+
+    def sent(axes: tuple[str, ...], devices: int, **of: bool) -> dict[str, float]:
+        return {op: sent_bytes(jaxpr, axes, devices, before, **of) for op, jaxpr in ops.items()}
+
+    over_ep, over_cp = sent((EP,), parallel.ep), sent(ZERO_AXES, parallel.cp)
+    over_tp = sent((TP,), parallel.tp)
+    peak = max(one.peak for one in working.values())  # BW does what the others do
+    sends = any(of["B"] for of in (over_ep, over_cp, over_tp))
+    gradients = _bytes([var.aval for var in ops["W"].outvars])
+    working["BW"] = WorkingSet(peak, live_for_w(both, split.handed, gradients, sends=sends))
+    return LayerCosts(
+        **{op: product_flops(jaxpr, before) for op, jaxpr in ops.items()},
+        in_fp8={op: product_flops(jaxpr, before, fp8=True) for op, jaxpr in ops.items()},
+        exchanged=over_ep,
+        shared=over_cp,
+        turned=sent(ZERO_AXES, parallel.cp, round_ring=True),
+        tensor=over_tp,
+        waits={"for_b": residuals.for_b, "for_w": residuals.for_w, "stash": split.stash},
+        state=_bytes(run.state),
+        working=working,
+        parameters=parameters,
+    )
+
+
+def live_for_w(both: Jaxpr, handed: Tree, gradients: int, *, sends: bool) -> int:
+    """Bytes that a layer's W keeps live while B of the layer before it runs, in BW.
+
+    Where B has collectives, W hides them one layer behind B, so all that W reads is live.
+    Elsewhere XLA delays the products of W as long as they write more than they free.
+
+    Args:
+      both: BW, in which a barrier ties what B hands to W. Of a gathered value W reads the result,
+        and not the shard.
+      handed: shapes and dtypes of what B hands to W (`LayerSplit.handed`).
+      gradients: bytes of the gradients that W returns.
+      sends: whether B has collectives.
+    """
+    wanted = [(one.shape, one.dtype) for one in handed]
+    read = {var for eqn in both.eqns for var in eqn.invars if isinstance(var, Var)}
+    stash = 0
+    for eqn in both.eqns:
+        given = [(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
+        if eqn.primitive.name == "optimization_barrier" and given == wanted:
+            stash = _bytes([var.aval for var in eqn.outvars if var in read])
+    return stash if sends else min(stash, gradients)
+
+
+def _inputs(jaxpr: Jaxpr, args: tuple[Tree, ...], places: Collection[int]) -> list[Var]:
+    """The variables of a jaxpr for some of the arguments that it was traced with."""
+    left = iter(jaxpr.invars)
+    of = [list(islice(left, len(jax.tree.leaves(arg)))) for arg in args]
+    return [var for place in places for var in of[place]]
+
+
+def rows_of(config: Config, functions: StageFunctions) -> Tree:
+    """Shapes of the batch rows of one microbatch or slice that one device reads."""
+    train = config.train
+    length = train.seq_len // config.parallel.rows_per_sequence
+    ids = jax.ShapeDtypeStruct((train.microbatch_size, length), jnp.int32)
+    rows = {"inputs": ids, "targets": ids}
+    reads = functions.batch_keys or ()
+    if "samples" in reads:
+        rows["samples"] = ids
+    if config.marks_padding:
+        rows[REAL] = ids
+    if "segments" in reads:
+        rows |= {"segments": ids, "positions": ids}
+    rows |= dict.fromkeys(ahead_keys(config.model.tokens_ahead), ids)
+    for name, dims in config.loss_rows.items():
+        dtype = jnp.int32 if name == CHOICES else jnp.float32
+        rows[name] = jax.ShapeDtypeStruct((*ids.shape, *dims), dtype)
+    if functions.has_slices:
+        rows["slice"] = jax.ShapeDtypeStruct((train.microbatch_size,), jnp.int32)
+    return rows
+
+
+def _shards(tree: Tree, leaves: Tree, sizes: dict[str, int], dtype: Any) -> Tree:
+    """Shapes of the parameters as the ops of one device read them."""
+
+    def shard(full: Any, leaf: ParamSpec) -> jax.ShapeDtypeStruct:
+        shape = list(full.shape)
+        for axis, dim in leaf.sharded:
+            shape[dim] = -(-shape[dim] // sizes[axis])  # an uneven vocabulary is padded
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    return jax.tree.map(shard, tree, leaves)
+
+
+def _bytes(tree: Tree) -> int:
+    return size_of(jax.tree.leaves(tree))

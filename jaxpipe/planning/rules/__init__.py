@@ -1,0 +1,1 @@
+"""The rules across settings, which are checked before every run."""

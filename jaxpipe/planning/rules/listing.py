@@ -1,0 +1,65 @@
+"""The rules across settings in words, collected from the docstrings of the checks."""
+
+import inspect
+import re
+from collections.abc import Callable
+
+from jaxpipe.model.decoder_config import DecoderConfig, unmet_by_kernel, unmet_by_packed_kernel
+from jaxpipe.model.families.deepseek.config import DeepseekConfig
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.families.llama4.config import Llama4Config
+from jaxpipe.model.family import ModelConfig
+from jaxpipe.model.layers.moe.config import MixtureConfig
+from jaxpipe.model.layers.rope.config import RotaryConfig
+from jaxpipe.planning.loops import unroll_layers
+from jaxpipe.planning.resolve import resolve
+from jaxpipe.planning.rules import devices as device_checks
+from jaxpipe.planning.rules import sizes as size_checks
+from jaxpipe.planning.rules.across import CHECKS
+
+# The functions whose docstrings state the rules, in paragraphs that begin with a setting.
+RULES: tuple[Callable[..., object], ...] = (
+    *CHECKS,
+    ModelConfig.unmet_by_packing,
+    DecoderConfig.unmet_by_packing,
+    unmet_by_kernel,
+    unmet_by_packed_kernel,
+    ModelConfig.unmet_by_context,
+    DecoderConfig.unmet_by_context,
+    DecoderConfig._unmet_by_fused_ring,
+    DecoderConfig._unmet_by_exchange,
+    DecoderConfig.unequal_parts,
+    MixtureConfig._unread,
+    MixtureConfig.broken_mixture_rules,
+    LlamaConfig.unmet_by_context,
+    LlamaConfig.unmet_by_slices,
+    LlamaConfig.broken_rules,
+    Llama4Config.broken_rules,
+    DeepseekConfig.broken_rules,
+    RotaryConfig.broken_rotary_rules,
+    *size_checks.CHECKS,
+    DecoderConfig.unmet_needs,
+    *device_checks.CHECKS,
+    resolve,
+    unroll_layers,
+)
+
+
+def rules() -> list[tuple[str, str]]:
+    """Return the section and sentence of every rule, grouped by section.
+
+    A rule is a paragraph of a check's docstring that begins with a setting, which gives the
+    section.
+    """
+    by_section: dict[str, list[str]] = {}
+    for check in RULES:
+        for paragraph in (inspect.getdoc(check) or "").split("\n\n"):
+            if setting := re.match(r"`(\w+)\.", paragraph):
+                by_section.setdefault(setting[1], []).append(" ".join(paragraph.split()))
+    return [(section, rule) for section, of_it in by_section.items() for rule in of_it]
+
+
+def rules_table() -> str:
+    """Return the rules as a table in Markdown."""
+    rows = [f"| `[{section}]` | {rule} |" for section, rule in rules()]
+    return "\n".join(["| section | rule |", "|---|---|", *rows])

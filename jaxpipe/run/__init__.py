@@ -1,0 +1,1 @@
+"""A run of `python -m jaxpipe.train`: its start, its loop, and what it does between steps."""

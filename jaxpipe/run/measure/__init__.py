@@ -1,0 +1,1 @@
+"""Measurements during a run: times of ops, the bubble, and slow processes."""

@@ -1,0 +1,1 @@
+"""XLA's options, and compiled programs on disk."""
