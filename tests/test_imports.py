@@ -90,4 +90,4 @@ def test_top_level_holds_only_what_it_should():
         pytest.skip("not a git checkout")
     top = {line.split("/")[0] for line in listed.stdout.splitlines()}
     fixed = {"pyproject.toml", "jaxpipe", "configs", "launch", "tests", "README.md"}
-    assert top == fixed | {".ci", ".gitignore"}
+    assert top == fixed | {".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md"}
