@@ -17,7 +17,8 @@ _MARKED = re.compile(r"(<!-- timeline ([^>]+) -->\n).*?(<!-- end -->)", re.DOTAL
 
 def pages():
     """Return every page of the project."""
-    return [ROOT / "README.md", ROOT / "tests" / "README.md", *sorted(ROOT.glob("jaxpipe/**/*.md"))]
+    others = sorted(ROOT.glob("jaxpipe/**/*.md"))
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md", *others]
 
 
 def redrawn(text):
