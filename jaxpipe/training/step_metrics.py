@@ -112,13 +112,17 @@ def step_metrics(
     metrics = {"loss": loss, "grad_norm": norm}
     beside = {**aux.sums, **aux.maxima} if report is None else report(aux)
     for name, value in beside.items():
-        if name in NAMES:
-            raise ValueError(
-                f"a layer makes a sum or maximum {name!r}, but a line of the log already has that "
-                f"name: rename it; {', '.join(NAMES)} are taken."
-            )
+        _check_name(name, "a layer makes a sum or maximum")
         metrics[name] = value
     return metrics
+
+
+def _check_name(name: str, made: str) -> None:
+    if name in NAMES:
+        raise ValueError(
+            f"{made} {name!r}, but a line of the log already has that name: rename it; "
+            f"{', '.join(NAMES)} are taken."
+        )
 
 
 def losses_of(
@@ -139,7 +143,12 @@ def losses_of(
       The head's losses, means over the step's targets, NaN if there are none; `loss_max`, the
       largest microbatch mean of the first loss; `aux_loss`, the sum of layers' losses; and
       `target_tokens`, the targets of each microbatch, `[M]`, which the host sums (`host_total`).
+
+    Raises:
+      ValueError: a loss besides the first has one of `NAMES`.
     """
+    for name in names[1:]:
+        _check_name(name, "the loss returns a metric")
     by_name = dict(zip(names, losses.T if losses.ndim > 1 else losses[None]))
     total = total_count(counts, losses.dtype)
     logged = {name: jnp.where(total > 0, shares.sum(), jnp.nan) for name, shares in by_name.items()}

@@ -190,6 +190,13 @@ def test_refusals(module, text, overrides, sentence):
         module(text, *overrides)
 
 
+def test_a_metric_that_hides_one_of_the_log(module):
+    config = module(MEAN + "return -logprobs.sum(), 1, {'grad_norm': 1.0}")
+    trainer = Trainer.resolve(config, jax.devices()[:4])
+    with pytest.raises(ValueError, match="the loss returns a metric 'grad_norm', but a line of"):
+        trainer.train_step.lower(trainer.state_shapes, trainer.put(random_batch(config)))
+
+
 def test_a_batch_without_a_row(module):
     config = module(MODULE, ROWS)
     trainer = Trainer.resolve(config, jax.devices()[:4])
