@@ -25,7 +25,7 @@ ELSEWHERE = {
     r"local_multiprocess\.sh": "launch/test_local_multiprocess.py",
     r"^sbatch ": "launch/test_slurm.py",
     r"^kubectl ": "launch/test_kubernetes.py",
-    r"--check-gpu ": "gpu/test_check.py",
+    r"--check-gpu ": "lab/gpu/test_check.py",
     r"runtime\.programs=": "runtime/test_saved_programs.py",
     r"jaxpipe\.evaluate ": "inference/test_evaluate.py",
     r"evaluate_tasks": "inference/test_run_tasks.py",

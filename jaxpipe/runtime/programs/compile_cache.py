@@ -34,7 +34,7 @@ def use_compile_cache(setting: str, say: Callable[[str], None] = print) -> None:
     """Let jax store compiled programs, and load those that it has stored.
 
     JAX_COMPILATION_CACHE_DIR, if set, takes precedence. A directory that another user may write is
-    not used, since what it holds is code (`own_files.py`); `say` gets a sentence then.
+    not used, since what it holds is code (`storage/own_files.py`); `say` gets a sentence then.
 
     Args:
       setting: `runtime.compile_cache`.
