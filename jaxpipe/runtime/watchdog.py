@@ -3,8 +3,9 @@
 Nothing else does: devices wait for each other for ever, and jax notices only processes that are
 dead. The main thread notes its phase and step (`position.py`). The watchdog publishes them every
 few seconds, in the coordination service and in a file of the run directory. A process that stays in
-a phase longer than its limit reads what the others publish, decides who is behind (`hang_cause.py`),
-writes the stacks of all its threads, and exits with code `ExitCode.HANG`; the others follow.
+a phase longer than its limit reads what the others publish, decides who is behind
+(`hang_cause.py`), writes the stacks of all its threads, and exits with code `ExitCode.HANG`; the
+others follow.
 
 Each part works without another one that may be stuck itself:
 

@@ -121,7 +121,7 @@ class LayerSlot:
 
 @dataclass(frozen=True)
 class LayerRun:
-    """The layer slots of a run (`core/mesh/layer_runs.py`) on one pipeline rank, n layers as `[n, ...]`.
+    """The layer slots of a run (`LayerRuns`) on one pipeline rank, n layers as `[n, ...]`.
 
     Attributes:
       kind, ring, shardings, reduce_dtype: as in `LayerSlot`, of all its layers.

@@ -19,7 +19,7 @@ NOTHING = Residuals((), ())
 
 
 class RingBuffers(NamedTuple):
-    """The ring buffers of a ring group (`core/mesh/layer_runs.py`); an empty field has no buffers.
+    """The ring buffers of a ring group (`LayerRuns`); an empty field has no buffers.
 
     Attributes:
       residuals: residuals, written by F; also the W stash, written by B, where they share.
