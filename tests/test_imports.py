@@ -19,7 +19,8 @@ ROWS = [
     {"planning"},
     {"checkpoint", "data"},
     {"training"},
-    {"run", "inference"},
+    {"inference"},
+    {"run"},
     {"lab"},
     {"train", "plan", "profile", "score", "generate", "evaluate", "verify", "bench"},
 ]

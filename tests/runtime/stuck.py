@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 
 from jaxpipe import train
-from jaxpipe.run import loop
+from jaxpipe.run import contexts, loop
 from jaxpipe.runtime.position import PHASES
 from jaxpipe.runtime.storage import files as storage
 
@@ -68,7 +68,7 @@ def in_data(stuck):
 
 
 def in_start(stuck):
-    train._data = at_call(1, train._data, stuck)
+    contexts.open_run_data = at_call(1, contexts.open_run_data, stuck)
 
 
 def in_save(stuck):

@@ -7,6 +7,7 @@ from commands import SMALL, complete, metrics
 
 from jaxpipe import train
 from jaxpipe.config import load
+from jaxpipe.run.contexts import open_run_data
 from jaxpipe.training.trainer import Trainer
 
 ONE = [
@@ -96,7 +97,7 @@ def test_moments_step_and_rate_go_on(run):
     config = load(SMALL, [*ONE, "train.steps=6", "train.seed=7"])
     trainer = Trainer.resolve(config, jax.devices())
     old, new = (
-        train._data(load(SMALL, [*ONE, f"train.seed={seed}"]), run.directory) for seed in (7, 0)
+        open_run_data(load(SMALL, [*ONE, f"train.seed={seed}"]), run.directory) for seed in (7, 0)
     )
     state, sizes = trainer.init(), trainer.sharder.sizes
     for step in range(1, 7):
