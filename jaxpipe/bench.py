@@ -33,9 +33,13 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    arguments = _parse_arguments(argv)
-    arguments.line = shlex.join(["python", "-m", "jaxpipe.bench", *argv])
-    return command.run(lambda: _COMMANDS[arguments.command].run(arguments), (BenchError,))
+
+    def run() -> int | None:
+        arguments = _parse_arguments(argv)
+        arguments.line = shlex.join(["python", "-m", "jaxpipe.bench", *argv])
+        return _COMMANDS[arguments.command].run(arguments)
+
+    return command.run(run, (BenchError,))
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

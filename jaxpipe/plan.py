@@ -60,6 +60,7 @@ from jaxpipe.planning.settings import changed, words_of
 from jaxpipe.runtime import command
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.runtime.environment import usable_share
+from jaxpipe.runtime.exit_code import ExitCode
 from jaxpipe.schedules import draw_timeline, find_family, fuse_steps
 from jaxpipe.schedules.timing.figure import draw_figure
 
@@ -186,7 +187,7 @@ def _search(arguments: argparse.Namespace) -> int:
             source=arguments.config, overrides=arguments.overrides,
         )  # fmt: skip
         print(f"wrote {arguments.write}", file=sys.stderr)
-    return 0 if found else 1
+    return ExitCode.DONE if found else ExitCode.FAILED
 
 
 def _hardware(arguments: argparse.Namespace) -> Hardware:
@@ -260,7 +261,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(f"wrote {arguments.html}: open it in a browser", file=sys.stderr)
     if arguments.write:
         _write(config, shown, arguments.write)
-    return 0
+    return ExitCode.DONE
 
 
 def _of_documents(config: Config, rows: PackingEstimate, best: Estimate, peak: float) -> str:
@@ -306,7 +307,7 @@ def _check_gpu(arguments: argparse.Namespace) -> int:
         Console(highlight=False, width=140).print(several.build_table(every, reports))
     else:
         print("\n".join(report.report_lines(reports[0])))
-    return 0 if all(one.fits for one in reports) else 1
+    return ExitCode.DONE if all(one.fits for one in reports) else ExitCode.FAILED
 
 
 def _shown(rows: Sequence[Estimate], label: str | None) -> Estimate:

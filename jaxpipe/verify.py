@@ -26,6 +26,7 @@ from jaxpipe.lab.verification.shrinking import SmallerRun, shrink
 from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.runtime import command
 from jaxpipe.runtime.environment import use_cpu_devices
+from jaxpipe.runtime.exit_code import ExitCode
 
 TOLERANCE = 1e-9  # largest relative error; float64 sums in another order differ by about 1e-14
 
@@ -70,7 +71,7 @@ def _verify(run: SmallerRun) -> int:
     _print(table)
     for one in wrong:
         print(f"error: {one.what} differ by {one.error:.1e} in {one.name}", file=sys.stderr)
-    return 1 if wrong else 0
+    return ExitCode.FAILED if wrong else ExitCode.DONE
 
 
 def _self_test(run: SmallerRun) -> int:
@@ -84,7 +85,7 @@ def _self_test(run: SmallerRun) -> int:
     _print(table)
     for fault in missed:
         print(f"error: nothing notices this fault: {fault}", file=sys.stderr)
-    return 1 if missed else 0
+    return ExitCode.FAILED if missed else ExitCode.DONE
 
 
 def _say(line: str) -> None:

@@ -52,10 +52,14 @@ DTYPES = ("float32", "bfloat16", "float16")  # dtypes of exported weights
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    arguments = _parse_arguments(argv)
-    suppress_orbax_errors()
+
+    def run() -> None:
+        arguments = _parse_arguments(argv)
+        suppress_orbax_errors()
+        arguments.run(arguments)
+
     return command.run(
-        lambda: arguments.run(arguments),
+        run,
         interrupted="interrupted: nothing was written under its final name",
     )
 

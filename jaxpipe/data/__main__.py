@@ -32,15 +32,19 @@ from jaxpipe.runtime.storage.remote_output import remote_output
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    arguments = _parse_arguments(argv)
+
+    def run() -> None:
+        arguments = _parser().parse_args(argv)
+        arguments.run(arguments)
+
     return command.run(
-        lambda: arguments.run(arguments),
+        run,
         failures=(WorkerDiedError,),
         interrupted="interrupted: the same command goes on",
     )
 
 
-def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parser() -> Parser:
     parser = Parser(
         prog="python -m jaxpipe.data",
         description=__doc__,
@@ -113,7 +117,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     looking.add_argument("folder", type=any_path, metavar="DIR")
     looking.add_argument("--documents", type=int, default=3, help="number of documents to decode")
     looking.set_defaults(run=_inspect)
-    return parser.parse_args(argv)
+    return parser
 
 
 def _date(text: str) -> str:

@@ -83,7 +83,7 @@ class TrainLoop:
         if done >= config.train.steps:
             last = f"train.steps={config.train.steps}"
             self.progress.say(f"nothing to do: {last} is reached; raise it")
-            return 0
+            return ExitCode.DONE
         window = RecordingWindow(config, self.progress.say)
         with self.steps, self.stragglers, window, stop_signals() as received:
             window.turn(done)

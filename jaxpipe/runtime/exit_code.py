@@ -1,4 +1,8 @@
-"""The exit codes of all commands."""
+"""The exit codes of all commands.
+
+`python -m jaxpipe.runtime.exit_code` prints those after which a restart does not help, as a pattern
+of `grep -E`.
+"""
 
 from enum import IntEnum
 
@@ -6,7 +10,7 @@ from enum import IntEnum
 class ExitCode(IntEnum):
     """Why a command ended; 128 + n: signal n stopped it, after the step in progress was saved.
 
-    `launch/slurm.sbatch` starts a job again after codes whose `may_pass` is true.
+    `launch/slurm.sbatch` starts a job again after signals, and where `may_pass` is true.
     """
 
     DONE = 0
@@ -24,3 +28,8 @@ class ExitCode(IntEnum):
     def may_pass(self) -> bool:
         """Whether the same command may get further when it is started again."""
         return self in (self.OTHERS_GONE, self.HANG, self.NO_ANSWER, self.CRASH)
+
+
+if __name__ == "__main__":
+    ends = [ExitCode.DONE, ExitCode.INTERRUPTED]
+    print("|".join(str(int(code)) for code in ExitCode if not code.may_pass and code not in ends))

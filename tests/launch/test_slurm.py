@@ -42,7 +42,8 @@ def checkout(tmp_path, request):
     python = root / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     program = {"stand_in": f'"{STAND_IN}" "${{@:2}}"', "training": '"$@"'}[request.param]
-    python.write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" {program}\n')
+    other = f'[[ $2 == jaxpipe.train ]] || exec "{sys.executable}" "$@"'
+    python.write_text(f'#!/usr/bin/env bash\n{other}\nexec "{sys.executable}" {program}\n')
     python.chmod(0o755)
     return root
 

@@ -65,7 +65,11 @@ def test_a_crash_of_a_run_is_not_a_loss_that_is_not_finite(monkeypatch, tmp_path
 
 def test_slurm_requeues_after_what_may_pass():
     script = (ROOT / "launch/slurm.sbatch").read_text()
-    final = re.search(r"^final='(.+)' #", script, re.MULTILINE)[1]
+    assert "final=$(.venv/bin/python -m jaxpipe.runtime.exit_code) || exit" in script
+    final = subprocess.check_output(
+        [sys.executable, "-m", "jaxpipe.runtime.exit_code"], cwd=ROOT, text=True
+    ).strip()
+    assert final == "1|2|4|6"
     again = [code for code in ExitCode if code not in (ExitCode.DONE, ExitCode.INTERRUPTED)]
     for code in again:
         found = subprocess.run(
