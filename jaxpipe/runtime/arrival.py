@@ -1,4 +1,4 @@
-"""Which processes of a run have come to the meeting, for the case that some never do.
+"""Which processes of a run have come to the meeting, for the case that not all do, or one twice.
 
 `jax.distributed` then aborts those that have come, after five minutes and with a message that names
 nobody. Before they have met, processes share nothing but the run directory.
@@ -6,6 +6,7 @@ nobody. Before they have met, processes share nothing but the run directory.
 
 import contextlib
 import os
+import secrets
 import socket
 import threading
 import time
@@ -20,7 +21,7 @@ from jaxpipe.runtime.storage.errors import as_os_errors
 
 SECONDS = 280.0  # until the others are given up; jax aborts at 300
 _FOLDER = "arrived"  # in the run directory
-_REFUSED = "refused"  # file with the reason why process 0 does not let the others meet
+_REFUSED = "refused"  # file with the reason why a process does not let the others meet
 _LOOK_SECONDS = 1.0
 _LINGER = 5.0  # seconds for which that file is there
 
@@ -30,11 +31,13 @@ def arriving(directory: storage.AnyPath) -> Iterator[None]:
     """Show the others that this process has come, while the body (`processes.join`) runs.
 
     If the body takes too long, the process exits with code 3 and a sentence that names those that
-    have not come; its file stays for those that give up later. Otherwise nothing stays in the run
-    directory. With a single process it does nothing.
+    have not come; its file stays for those that give up later. If another process has come with the
+    same index, all exit with code 3 within seconds. Otherwise nothing stays in the run directory.
+    With a single process it does nothing.
 
     Raises:
-      NotMetError: this is process 0, and its port is in use; the others exit with that reason.
+      NotMetError: this is process 0, and its port is in use, perhaps by another process 0; the
+        others exit with that reason.
     """
     meeting = processes.meeting()
     if meeting is None:
@@ -42,13 +45,16 @@ def arriving(directory: storage.AnyPath) -> Iterator[None]:
         return
     folder = directory / _FOLDER / meeting.name
     own, over = folder / str(meeting.index), threading.Event()
-    with contextlib.suppress(OSError):
-        storage.write_whole(own, socket.gethostname().encode())
+    mark = f"{socket.gethostname()} {secrets.token_hex(8)}"
+    try:
+        storage.write_whole(own, mark.encode())
+    except OSError:  # on a full disk nothing is compared
+        mark = ""
     if meeting.index == 0 and (reason := processes.port_fault()):
-        _refuse(folder, reason)
+        known = _refuse(folder, f"process 0 has ended: {reason}")
         remove_with_folders(own, directory.parent)
-        raise processes.NotMetError(reason)
-    threading.Thread(target=_wait, args=(folder, meeting, over), daemon=True).start()
+        raise processes.NotMetError(known or reason)
+    threading.Thread(target=_wait, args=(folder, meeting, mark, over), daemon=True).start()
     try:
         yield
     finally:
@@ -56,27 +62,54 @@ def arriving(directory: storage.AnyPath) -> Iterator[None]:
         remove_with_folders(own, directory.parent)
 
 
-def _refuse(folder: storage.AnyPath, reason: str) -> None:
-    """Let the others exit with a reason too: those that have come, and come within seconds."""
-    path = folder / _REFUSED
+def _refuse(folder: storage.AnyPath, sentence: str) -> str:
+    """Let the others exit with a sentence too: those that have come, and come within seconds.
+
+    Returns the sentence of another process that refuses meanwhile; "" if none does.
+    """
+    path, known = folder / _REFUSED, sentence
     with contextlib.suppress(OSError):
-        storage.write_whole(path, reason.encode())
+        storage.write_whole(path, sentence.encode())
     time.sleep(_LINGER)
+    with contextlib.suppress(OSError), as_os_errors():
+        known = path.read_text()
     remove_with_folders(path, folder)
+    return known if known != sentence else ""
 
 
-def _wait(folder: storage.AnyPath, meeting: processes.Meeting, over: threading.Event) -> None:
-    """Exit if process 0 gives a reason, or if the others do not come."""
-    end = time.monotonic() + SECONDS
+def _wait(
+    folder: storage.AnyPath, meeting: processes.Meeting, mark: str, over: threading.Event
+) -> None:
+    """Exit if a process gives a reason, if one has this one's index, or if some do not come."""
+    end, own = time.monotonic() + SECONDS, folder / str(meeting.index)
     while not over.wait(min(_LOOK_SECONDS, max(0.0, end - time.monotonic()))):
-        if meeting.index and (reason := _reason(folder, folder / str(meeting.index))):
-            return _exit(f"process 0 has ended: {reason}")
+        # First, since a second process 0 also refuses, for its port, without knowing why.
+        if sentence := _doubled(own, meeting, mark):
+            _refuse(folder, sentence)
+            return _exit(sentence)
+        if sentence := _reason(folder, own):
+            return _exit(sentence)
         if time.monotonic() >= end:
             return _give_up(folder, meeting)
 
 
+def _doubled(own: storage.AnyPath, meeting: processes.Meeting, mark: str) -> str:
+    """A sentence if another process has put its mark into this one's file; "" if none has."""
+    found = mark
+    with contextlib.suppress(OSError), as_os_errors():
+        found = own.read_text()
+    if not mark or found == mark:
+        return ""
+    hosts = " and ".join(text.partition(" ")[0] for text in (mark, found))
+    return (
+        f"two processes of {meeting.name} were started with index {meeting.index} "
+        f"(JAX_PROCESS_ID), on {hosts}: give each of the {meeting.count} an index of its own, from "
+        f"0 to {meeting.count - 1}."
+    )
+
+
 def _reason(folder: storage.AnyPath, own: storage.AnyPath) -> str:
-    """Why process 0 of this start refuses; "" if it does not."""
+    """Why a process of this start refuses, as a sentence; "" if none does."""
     with contextlib.suppress(OSError), as_os_errors():
         if storage.modified(folder / _REFUSED) > storage.modified(own) - 3 * _LINGER:
             return (folder / _REFUSED).read_text()
@@ -90,7 +123,7 @@ def _give_up(folder: storage.AnyPath, meeting: processes.Meeting) -> None:
         oldest = storage.modified(own) - SECONDS
         found = [path for path in folder.iterdir() if path.name.isdecimal()]
         files = [path for path in found if storage.modified(path) > oldest]
-        came |= {int(path.name): path.read_text() for path in files}
+        came |= {int(path.name): path.read_text().partition(" ")[0] for path in files}
     missing = [str(index) for index in range(meeting.count) if index not in came]
     listed = ", ".join(f"{index} (on {host})" for index, host in sorted(came.items()))
     sentence = (

@@ -73,6 +73,39 @@ def test_files_of_an_earlier_start_do_not_count(tmp_path, monkeypatch, capfd):
     assert "but not 2:" in said
 
 
+@pytest.mark.extended
+def test_two_processes_with_one_index_end_within_seconds(tmp_path):
+    """Both are process 0: the second finds the port of the first in use."""
+    command = [sys.executable, "-m", "jaxpipe.train", str(SMALL), f"run.dir={tmp_path}/run"]
+    places = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    group = [start(command, places | {"JAX_PROCESS_ID": "0"}) for _ in range(2)]
+    began = time.monotonic()
+    for code, output in ends(group):
+        assert code == 3, output
+        assert "were started with index 0 (JAX_PROCESS_ID), on " in output
+    assert time.monotonic() - began < 60  # most of it imports
+
+
+@pytest.mark.usefixtures("one_of_three")
+def test_an_index_that_comes_twice_is_named_to_all(tmp_path, monkeypatch):
+    """The file of a process that was killed is no second process."""
+    monkeypatch.setattr(arrival, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(arrival, "_LINGER", 0.2)
+    ended, own = [], tmp_path / "arrived" / "a:1" / "1"
+    monkeypatch.setattr(arrival, "_exit", ended.append)
+    own.parent.mkdir(parents=True)
+    own.write_text("host7 mark")
+    with arriving(tmp_path):
+        time.sleep(0.2)
+        assert not ended
+        own.write_text("host8 mark")
+        time.sleep(0.15)
+        told = (own.parent / "refused").read_text()
+        time.sleep(0.3)
+    assert ended == [told]
+    assert told.endswith("host8: give each of the 3 an index of its own, from 0 to 2.")
+
+
 def test_launchers_give_a_place(monkeypatch):
     assert processes.meeting() is None
     for name, value in [("JOB_ID", "77"), ("PROCID", "3"), ("STEP_NUM_TASKS", "16")]:
@@ -108,7 +141,7 @@ def test_the_others_end_with_the_reason_of_process_0(tmp_path, monkeypatch):
     ended, refused = [], tmp_path / "arrived" / "a:1" / "refused"
     monkeypatch.setattr(arrival, "_exit", ended.append)
     refused.parent.mkdir(parents=True)
-    refused.write_text("port 1 is in use")
+    refused.write_text("process 0 has ended: port 1 is in use")
     os.utime(refused, (1, 1))
     with arriving(tmp_path):
         time.sleep(0.3)
