@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.core.contract import Aux, Context
-from jaxpipe.core.executor.embed_head import Mean
 from jaxpipe.core.executor.layer_slot import LayerRun, LayerSlot
 from jaxpipe.core.executor.ring_buffers import GradientInputs, RingBuffers
+from jaxpipe.core.executor.step_data import Mean
 from jaxpipe.core.executor.traced_kind import add_aux, elementwise_max, embed_head_of
 from jaxpipe.core.schedule import Op, TableRow
 from jaxpipe.core.split.ports import Cotangent

@@ -14,8 +14,6 @@ from jaxpipe.core.executor.carry import Carry
 from jaxpipe.core.executor.embed_head import (
     EmbedHead,
     EndStageEmbedHead,
-    Mean,
-    StepData,
     VocabParallelEmbedHead,
 )
 from jaxpipe.core.executor.execution import Execution
@@ -23,6 +21,7 @@ from jaxpipe.core.executor.fingerprint import fingerprint
 from jaxpipe.core.executor.parameters import DeviceParameters
 from jaxpipe.core.executor.reference import StepOutput, divisor, total_count
 from jaxpipe.core.executor.stage import EmbedHeadFunction
+from jaxpipe.core.executor.step_data import Mean, StepData
 from jaxpipe.core.executor.tick import DeviceWork
 from jaxpipe.core.executor.ticks import closing_tick, run_ticks
 from jaxpipe.core.executor.traced_kind import TracedKind

@@ -17,11 +17,12 @@ from jax import lax
 from jaxpipe.core.executor import buffers
 from jaxpipe.core.executor.carry import Carry
 from jaxpipe.core.executor.chunk import ActionInputs, BackwardOutputs, Chunk, ForwardOutputs
-from jaxpipe.core.executor.embed_head import EmbedHead, StepData
+from jaxpipe.core.executor.embed_head import EmbedHead
 from jaxpipe.core.executor.layer_slot import LayerSlot
 from jaxpipe.core.executor.paired import run_paired
 from jaxpipe.core.executor.poison import poison_read_slots
 from jaxpipe.core.executor.ring_buffers import GradientInputs, RingBufferPlan, RingBuffers
+from jaxpipe.core.executor.step_data import StepData
 from jaxpipe.core.executor.traced_kind import TracedKind, empty_aux, empty_statistics
 from jaxpipe.core.executor.transfers import Transfers
 from jaxpipe.core.schedule import Op, OverlapPair, TableRow
