@@ -29,138 +29,135 @@ class EmbedHead:
       embed, head: the model's functions.
       outputs: `StageFunctions.outputs`.
       split: the split head; None: forward-only.
-      step: inputs and tables that no tick changes.
     """
 
     embed: EmbedHeadFunction
     head: EmbedHeadFunction
     outputs: Callable[..., Tree] | None
     split: LayerSplit | None
-    step: StepData
 
-    def result_shapes(self, x: Any, rows: Tree) -> tuple[jax.ShapeDtypeStruct, Tree]:
+    def result_shapes(
+        self, step: StepData, x: Any, rows: Tree
+    ) -> tuple[jax.ShapeDtypeStruct, Tree]:
         """Return shapes and dtypes of the loss and of the outputs of a microbatch.
 
         `x` and `rows` are shapes and dtypes of the head's inputs.
         """
-        shared, outputs = self.step.embed_head, self.outputs
+        shared, outputs = step.embed_head, self.outputs
         loss = jax.eval_shape(self.head.function, shared, x, rows)
         return loss, outputs and jax.eval_shape(outputs, shared, x, rows)
 
-    def after_receiving(self, carry: Carry, row: TableRow) -> Carry:
+    def after_receiving(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
         """Run the part that precedes the actions of a tick, if any."""
         return carry
 
-    def after_forward(self, carry: Carry, row: TableRow) -> Carry:
+    def after_forward(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
         """Run the part that follows F, if any."""
         return carry
 
-    def after_gradient(self, carry: Carry, row: TableRow) -> Carry:
+    def after_gradient(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
         """Run the part that follows B, W or BW, if any."""
         return carry
 
-    def _loss(self, y: jax.Array, rows: Tree, totals: Tree) -> tuple[jax.Array, jax.Array, Tree]:
+    def _loss(
+        self, step: StepData, y: jax.Array, rows: Tree, totals: Tree
+    ) -> tuple[jax.Array, jax.Array, Tree]:
         """Return the loss, the gradient at y, and `totals` with the head's gradients added."""
         if self.split is None:
-            return self.head.function(self.step.embed_head, y, rows), y, totals
-        context = self._context(rows)
+            return self.head.function(step.embed_head, y, rows), y, totals
+        context = _context(step, rows)
         output, residuals = self.split.forward(None, y, context)
-        dy, used = self.split.backward(None, context, residuals, self._seed(output.y))
+        dy, used = self.split.backward(None, context, residuals, _seed(step, output.y))
         return output.y, dy.value, add_gradients(totals, used.embed_head)
 
-    def _context(self, rows: Tree) -> Context:
-        """Return the context of the head, which is a layer without parameters."""
-        return Context(rows, embed_head=self.step.embed_head)
-
-    def _with_outputs(self, outputs: Tree, y: jax.Array, m: jax.Array, here: Any = True) -> Tree:
+    def _with_outputs(
+        self, step: StepData, outputs: Tree, y: jax.Array, m: jax.Array, here: Any = True
+    ) -> Tree:
         """Write the model outputs of microbatch m; zeros unless `here` is true on this rank."""
         if self.outputs is None:
             return outputs
-        of_microbatch = self.outputs(self.step.embed_head, y, self.step.rows(m))
+        of_microbatch = self.outputs(step.embed_head, y, step.rows(m))
         return jax.tree.map(
             lambda every, own: buffers.write(every, jnp.where(here, own, 0), m),
             outputs,
             of_microbatch,
         )
 
-    def _seed(self, loss: jax.Array) -> Cotangent:
-        return Cotangent(jnp.broadcast_to(self.step.head.seed.astype(loss.dtype), loss.shape))
-
-    def _embed_gradient(self, dx: jax.Array, rows: Tree, totals: Tree) -> Tree:
+    def _embed_gradient(self, step: StepData, dx: jax.Array, rows: Tree, totals: Tree) -> Tree:
         """Return `totals` with the embedding's gradients added."""
-        return add_gradients(totals, self.embed.gradients(self.step.embed_head, rows, dx))
+        return add_gradients(totals, self.embed.gradients(step.embed_head, rows, dx))
 
 
 class EndStageEmbedHead(EmbedHead):
     """Embedding and head on the pipeline ranks of the first and last stage, next to F and B."""
 
-    def after_forward(self, carry: Carry, row: TableRow) -> Carry:
+    def after_forward(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
         """Compute the loss after the last layer; its gradient replaces y in the carry."""
         m = row.forward_mb
 
         def run() -> tuple[jax.Array, jax.Array, Tree, Any, Tree]:
-            rows, outputs = self.step.rows(m), self._with_outputs(carry.outputs, carry.y, m)
-            if self.step.tables.slots.head:
-                loss, dy, gradients, ring = self._loss_without_weights(carry, rows, row)
+            rows, outputs = step.rows(m), self._with_outputs(step, carry.outputs, carry.y, m)
+            if step.tables.slots.head:
+                loss, dy, gradients, ring = self._loss_without_weights(step, carry, rows, row)
             else:
-                loss, dy, gradients = self._loss(carry.y, rows, carry.embed_head_gradients)
+                loss, dy, gradients = self._loss(step, carry.y, rows, carry.embed_head_gradients)
                 ring = carry.head_ring
-            return self.step.head.recorded(carry.losses, loss, m), dy, gradients, ring, outputs
+            return step.head.recorded(carry.losses, loss, m), dy, gradients, ring, outputs
 
         passed = carry.losses, carry.y, carry.embed_head_gradients, carry.head_ring, carry.outputs
-        losses, y, gradients, ring, outputs = self.step.choose(
+        losses, y, gradients, ring, outputs = step.choose(
             lambda row: row.head, row, run, lambda: passed
         )
         return carry._replace(
             losses=losses, y=y, embed_head_gradients=gradients, head_ring=ring, outputs=outputs
         )
 
-    def after_gradient(self, carry: Carry, row: TableRow) -> Carry:
+    def after_gradient(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
         """Compute the head's deferred weight gradients and the embedding's gradients."""
-        if self.step.tables.slots.head:
-            carry = self._head_weight(carry, row)
-        return self._gradient_of_embedding(carry, row) if self.step.tables.has_gradients else carry
+        if step.tables.slots.head:
+            carry = self._head_weight(step, carry, row)
+        return self._gradient_of_embedding(step, carry, row) if step.tables.has_gradients else carry
 
     def _loss_without_weights(
-        self, carry: Carry, rows: Tree, row: TableRow
+        self, step: StepData, carry: Carry, rows: Tree, row: TableRow
     ) -> tuple[jax.Array, jax.Array, Tree, Any]:
         """Run F and B of the head: loss, gradient at y, totals, and `head_ring` for its W."""
-        context = self._context(rows)
+        context = _context(step, rows)
         output, residuals = self.split.forward(None, carry.y, context)
-        dy, used, stash = self.split.backward_input(None, context, residuals, self._seed(output.y))
+        dy, used, stash = self.split.backward_input(None, context, residuals, _seed(step, output.y))
         ring = buffers.write(carry.head_ring, (residuals.for_w, stash), row.head_write)
         totals = add_gradients(carry.embed_head_gradients, used.embed_head)
         return output.y, dy.value, totals, ring
 
-    def _head_weight(self, carry: Carry, row: TableRow) -> Carry:
+    def _head_weight(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
         """Run W of the head where its weight gradients are deferred."""
 
         def run() -> Tree:
-            context = self._context(self.step.rows(row.gradient_mb))
+            context = _context(step, step.rows(row.gradient_mb))
             for_w, stash = buffers.read(carry.head_ring, row.head_read)
             used = self.split.backward_weight(None, context, for_w, stash)
             return add_gradients(carry.embed_head_gradients, used.embed_head)
 
-        gradients = self.step.choose(
+        gradients = step.choose(
             lambda row: row.head_weight, row, run, lambda: carry.embed_head_gradients
         )
         return carry._replace(embed_head_gradients=gradients)
 
-    def _gradient_of_embedding(self, carry: Carry, row: TableRow) -> Carry:
+    def _gradient_of_embedding(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
         """Add the embedding's gradient, from this tick's dx of stage 0 or a deferred one."""
-        waited = self.step.tables.slots.embed
+        waited = step.tables.slots.embed
         if waited:
             ring = buffers.write(carry.embed_ring, carry.dx, row.dx_write)
             carry = carry._replace(embed_ring=ring)
 
         def run() -> Tree:
             dx = buffers.read(carry.embed_ring, row.dx_read) if waited else carry.dx
-            rows, totals = self.step.rows(row.gradient_mb), carry.embed_head_gradients
+            rows, totals = step.rows(row.gradient_mb), carry.embed_head_gradients
             if row.steps is not None:
                 totals = self.embed.reset(totals, row.steps.first_embed_gradient > 0)
-            return self._embed_gradient(dx, rows, totals)
+            return self._embed_gradient(step, dx, rows, totals)
 
-        gradients = self.step.choose(
+        gradients = step.choose(
             lambda row: row.embed_gradient, row, run, lambda: carry.embed_head_gradients
         )
         return carry._replace(embed_head_gradients=gradients)
@@ -174,46 +171,48 @@ class VocabParallelEmbedHead(EmbedHead):
     (by an all-reduce with zeros); the rank that reads a result stores it in its inbox.
     """
 
-    def after_receiving(self, carry: Carry, row: TableRow) -> Carry:
+    def after_receiving(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
         """Compute loss and embedding gradient for the last tick, and the embedding for this one."""
-        tables = self.step.tables
+        tables = step.tables
         for k, rank in enumerate(tables.last_ranks):
-            carry = self._head_of(rank, carry, row, k)
+            carry = self._head_of(step, rank, carry, row, k)
         for k, rank in enumerate(tables.first_ranks):
             if tables.has_gradients:
-                carry = self._embed_gradient_of(rank, carry, row, k)
-            carry = self._embed_for(rank, carry, row, k)
+                carry = self._embed_gradient_of(step, rank, carry, row, k)
+            carry = self._embed_for(step, rank, carry, row, k)
         return carry
 
-    def _head_of(self, rank: int, carry: Carry, row: TableRow, k: int) -> Carry:
+    def _head_of(self, step: StepData, rank: int, carry: Carry, row: TableRow, k: int) -> Carry:
         """Compute the loss of the y of a pipeline rank, and store dy for that rank's B."""
         m, slot = row.vocab_parallel.head[k] - 1, row.vocab_parallel.dy_write
 
         def run() -> tuple[jax.Array, jax.Array, Tree, Tree]:
             here = lax.axis_index(PP) == rank
             y = _from_rank(here, carry.y)
-            loss, dy, gradients = self._loss(y, self.step.rows(m), carry.embed_head_gradients)
-            losses = self.step.head.recorded(carry.losses, jnp.where(here, loss, 0), m)
-            outputs = self._with_outputs(carry.outputs, y, m, here)
-            return losses, self._stored(carry.inbox, dy, here, slot), gradients, outputs
+            loss, dy, gradients = self._loss(step, y, step.rows(m), carry.embed_head_gradients)
+            losses = step.head.recorded(carry.losses, jnp.where(here, loss, 0), m)
+            outputs = self._with_outputs(step, carry.outputs, y, m, here)
+            return losses, _stored(step, carry.inbox, dy, here, slot), gradients, outputs
 
         passed = carry.losses, carry.inbox, carry.embed_head_gradients, carry.outputs
-        losses, inbox, gradients, outputs = self.step.choose(
+        losses, inbox, gradients, outputs = step.choose(
             lambda row: row.vocab_parallel.head[k] > 0, row, run, lambda: passed
         )
         return carry._replace(
             losses=losses, inbox=inbox, embed_head_gradients=gradients, outputs=outputs
         )
 
-    def _embed_gradient_of(self, rank: int, carry: Carry, row: TableRow, k: int) -> Carry:
+    def _embed_gradient_of(
+        self, step: StepData, rank: int, carry: Carry, row: TableRow, k: int
+    ) -> Carry:
         """Add the embedding's gradient from the dx of stage 0 of a pipeline rank."""
         m = row.vocab_parallel.embed_gradient[k] - 1
 
         def run() -> Tree:
             dx = _from_rank(lax.axis_index(PP) == rank, carry.dx)
-            return self._embed_gradient(dx, self.step.rows(m), carry.embed_head_gradients)
+            return self._embed_gradient(step, dx, step.rows(m), carry.embed_head_gradients)
 
-        gradients = self.step.choose(
+        gradients = step.choose(
             lambda row: row.vocab_parallel.embed_gradient[k] > 0,
             row,
             run,
@@ -221,24 +220,34 @@ class VocabParallelEmbedHead(EmbedHead):
         )
         return carry._replace(embed_head_gradients=gradients)
 
-    def _embed_for(self, rank: int, carry: Carry, row: TableRow, k: int) -> Carry:
+    def _embed_for(self, step: StepData, rank: int, carry: Carry, row: TableRow, k: int) -> Carry:
         """Compute the embedding for an F of this tick; the rank that runs the F stores it."""
         m, slot = row.vocab_parallel.embed[k] - 1, row.vocab_parallel.embed_write
 
         def run() -> jax.Array:
-            x = self.embed.function(self.step.embed_head, self.step.rows(m))
-            return self._stored(carry.inbox, x, lax.axis_index(PP) == rank, slot)
+            x = self.embed.function(step.embed_head, step.rows(m))
+            return _stored(step, carry.inbox, x, lax.axis_index(PP) == rank, slot)
 
-        inbox = self.step.choose(
+        inbox = step.choose(
             lambda row: row.vocab_parallel.embed[k] > 0, row, run, lambda: carry.inbox
         )
         return carry._replace(inbox=inbox)
 
-    def _stored(
-        self, inbox: jax.Array, value: jax.Array, here: jax.Array, slot: jax.Array
-    ) -> jax.Array:
-        """Write a value to an inbox slot where `here` is true, elsewhere to the dummy slot."""
-        return buffers.write(inbox, value, jnp.where(here, slot, self.step.tables.slots.inbox))
+
+def _context(step: StepData, rows: Tree) -> Context:
+    """Return the context of the head, which is a layer without parameters."""
+    return Context(rows, embed_head=step.embed_head)
+
+
+def _seed(step: StepData, loss: jax.Array) -> Cotangent:
+    return Cotangent(jnp.broadcast_to(step.head.seed.astype(loss.dtype), loss.shape))
+
+
+def _stored(
+    step: StepData, inbox: jax.Array, value: jax.Array, here: jax.Array, slot: jax.Array
+) -> jax.Array:
+    """Write a value to an inbox slot where `here` is true, elsewhere to the dummy slot."""
+    return buffers.write(inbox, value, jnp.where(here, slot, step.tables.slots.inbox))
 
 
 def _from_rank(here: jax.Array, value: jax.Array) -> jax.Array:

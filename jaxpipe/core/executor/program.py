@@ -60,10 +60,10 @@ class DeviceProgram:
         own = DeviceParameters.gather(
             params, self.shardings, self.execution, for_layers=self._reads_embed_head
         )
-        work, carry = self.start(own, batch, *unsharded)
-        step, closing = work.step, closing_tick(self.tables, self.execution)
+        work, step, carry = self.start(own, batch, *unsharded)
+        closing = closing_tick(self.tables, self.execution)
         columns = jax.tree.map(lambda column: column[:, 0], columns)
-        carry = run_ticks(work, carry, columns, closing)
+        carry = run_ticks(work, step, carry, columns, closing)
         every = (PP, *REPLICA_AXES)
         losses, aux_losses = lax.psum((carry.losses, carry.aux_losses), every)
         rows = {name: lax.psum(value, PP) for name, value in carry.aux.per_example.items()}
@@ -90,8 +90,8 @@ class DeviceProgram:
 
     def start(
         self, own: DeviceParameters, batch: Tree, variables: Tree, loss_scale: jax.Array | None
-    ) -> tuple[DeviceWork, Carry]:
-        """Return the work of every tick and the carry of the first."""
+    ) -> tuple[DeviceWork, StepData, Carry]:
+        """Return the work of every tick, what no tick changes, and the carry of the first."""
         rows = jax.eval_shape(lambda batch: jax.tree.map(lambda a: a[0], batch), batch)
         x = jax.eval_shape(self.functions.embed, own.embed_head, rows)
         kinds, counts = self._kinds(own, x, rows, variables)
@@ -99,7 +99,7 @@ class DeviceProgram:
         mirrored = self.layout.placement.mirrored_from is not None
         chunks = own.chunks(self.layout, self.runs, kinds, mirrored=mirrored)
         work = DeviceWork(self._embed_head(step, x, rows), chunks, kinds)
-        return work, work.first_carry(x, rows, own.gradient_shapes(chunks))
+        return work, step, work.first_carry(step, x, rows, own.gradient_shapes(chunks))
 
     def _kinds(
         self, own: DeviceParameters, x: Any, rows: Tree, variables: Tree
@@ -194,7 +194,6 @@ class DeviceProgram:
             head=head,
             outputs=functions.outputs,
             split=head.split(shared, x, rows) if self.tables.has_gradients else None,
-            step=step,
         )
 
 

@@ -35,7 +35,7 @@ class DeviceWork:
     """What one device computes in every tick of a step.
 
     Attributes:
-      embed_head: embedding and head, with the inputs and tables that no tick changes.
+      embed_head: embedding and head.
       chunks: the chunks of this pipeline rank.
       kinds: the traced layer kind of every ring group (chunks share ring groups).
       closing: this is the closing tick (`ticks.py`): its gradient action is the chunk's last of the
@@ -46,11 +46,6 @@ class DeviceWork:
     chunks: tuple[Chunk, ...]
     kinds: tuple[TracedKind, ...]
     closing: bool = False
-
-    @property
-    def step(self) -> StepData:
-        """Inputs and tables that no tick changes."""
-        return self.embed_head.step
 
     @property
     def params(self) -> Tree:
@@ -65,28 +60,26 @@ class DeviceWork:
         )
         return replace(self, chunks=tuple(chunks))
 
-    def with_step(self, **changes: Any) -> "DeviceWork":
-        """Return the work with some fields of `step` changed."""
-        step = replace(self.step, **changes)
-        return replace(self, embed_head=replace(self.embed_head, step=step))
-
-    def first_carry(self, x: jax.ShapeDtypeStruct, rows: Tree, gradients: Tree) -> Carry:
+    def first_carry(
+        self, step: StepData, x: jax.ShapeDtypeStruct, rows: Tree, gradients: Tree
+    ) -> Carry:
         """Return the carry of the first tick, with empty buffers and zero gradients.
 
         Args:
+          step: what stays constant during the step.
           x: shape and dtype of the activation between stages.
           rows: shapes and dtypes of the batch rows of a microbatch.
           gradients: shapes and dtypes of the gradient accumulators.
         """
-        step, slots = self.step, self.step.tables.slots
+        slots = step.tables.slots
         message = jnp.full(x.shape, jnp.nan if step.poison else 0, x.dtype)
         microbatches = jax.tree.leaves(step.batch)[0].shape[0]
-        loss, outputs = self.embed_head.result_shapes(x, rows)
+        loss, outputs = self.embed_head.result_shapes(step, x, rows)
         carry = Carry(
             y=message,
             dx=None,
-            arriving=self._transfers.arriving(message),
-            inbox=self._ring(slots.inbox + 1, x),
+            arriving=_transfers(step).arriving(message),
+            inbox=_ring(step, slots.inbox + 1, x),
             rings=tuple(
                 plan.empty(group, poison=step.poison) for group, plan in enumerate(self._plans)
             ),
@@ -108,10 +101,10 @@ class DeviceWork:
         zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), gradients)
         if slots.head:
             head = self.embed_head.split
-            for_head = self._ring(slots.head, (head.residuals.for_w, head.stash))
+            for_head = _ring(step, slots.head, (head.residuals.for_w, head.stash))
             carry = carry._replace(head_ring=for_head)
         if slots.embed:
-            carry = carry._replace(embed_ring=self._ring(slots.embed + 1, x))
+            carry = carry._replace(embed_ring=_ring(step, slots.embed + 1, x))
         return carry._replace(
             dx=message,
             statistics=empty_statistics(self.kinds, step.variables),
@@ -120,50 +113,48 @@ class DeviceWork:
             read_gradients=zeros["read"],
         )
 
-    def _ring(self, slots: int, like: Tree) -> Tree:
-        poison = self.step.poison
-        return jax.tree.map(lambda leaf: buffers.make_ring(slots, leaf, poison=poison), like)
-
-    @property
-    def _transfers(self) -> Transfers:
-        return Transfers(self.step.tables, self.step.poison, self.step.execution.printer)
-
-    def tick(self, carry: Carry, row: TableRow) -> Carry:
+    def tick(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
         """Run one tick as a row of the tables says, and return the carry of the next."""
-        tables = self.step.tables
+        tables = step.tables
         with jax.named_scope("exchange"):
-            arriving, inbox, row = self._transfers.receive(
+            arriving, inbox, row = _transfers(step).receive(
                 carry.y, carry.dx, carry.arriving, carry.inbox, row
             )
         carry = carry._replace(arriving=arriving, inbox=inbox)
-        carry = self.embed_head.after_receiving(carry, row)
-        if self.step.poison:
+        carry = self.embed_head.after_receiving(step, carry, row)
+        if step.poison:
             nothing = jnp.full_like(carry.y, jnp.nan)
             carry = carry._replace(y=nothing, dx=None if carry.dx is None else nothing)
         read = {op: self._read(carry, row, op) for op in {pair.op for pair in tables.pairs}}
         for index, pair in enumerate(tables.pairs):
             with jax.named_scope(f"F_chunk{pair.forward}+{pair.op.name}_chunk{pair.gradient}"):
-                carry = self._pair(carry, row, row.pair == index + 1, pair, read[pair.op])
+                carry = self._pair(step, carry, row, row.pair == index + 1, pair, read[pair.op])
         for chunk in tables.forwards:
             with jax.named_scope(f"F_chunk{chunk}"):
-                carry = self._forward(carry, row, chunk + 1 == row.F, chunk)
-        carry = self.embed_head.after_forward(carry, row)
+                carry = self._forward(step, carry, row, chunk + 1 == row.F, chunk)
+        carry = self.embed_head.after_forward(step, carry, row)
         for op, chunk in tables.gradients:
             with jax.named_scope(f"{op.name}_chunk{chunk}"):
-                carry = self._gradient(carry, row, row.chunk_column(op) == chunk + 1, op, chunk)
-        carry = self.embed_head.after_gradient(carry, row)
-        return poison_read_slots(carry, row, tables, self._plans) if self.step.poison else carry
+                carry = self._gradient(
+                    step, carry, row, row.chunk_column(op) == chunk + 1, op, chunk
+                )
+        carry = self.embed_head.after_gradient(step, carry, row)
+        return poison_read_slots(carry, row, tables, self._plans) if step.poison else carry
 
-    def _forward(self, carry: Carry, row: TableRow, runs: jax.Array, chunk: int) -> Carry:
+    def _forward(
+        self, step: StepData, carry: Carry, row: TableRow, runs: jax.Array, chunk: int
+    ) -> Carry:
         """Run F of one chunk if the flag `runs` is set; residuals go to ring buffers."""
 
         def run() -> tuple[ForwardOutputs, jax.Array | None]:
-            inputs, before = self._given_forward(carry, row)
+            inputs, before = self._given_forward(step, carry, row)
             return self._forward_made(carry, row, self.chunks[chunk].forward(inputs, before))
 
         return self._with_forward(carry, *lax.cond(runs, run, lambda: self._before_forward(carry)))
 
-    def _gradient(self, carry: Carry, row: TableRow, runs: jax.Array, op: Op, chunk: int) -> Carry:
+    def _gradient(
+        self, step: StepData, carry: Carry, row: TableRow, runs: jax.Array, op: Op, chunk: int
+    ) -> Carry:
         """Run B, W or BW of one chunk if `runs` is set; gradients go to the accumulators."""
 
         def kept(slot: LayerSlot, part: RingBuffers) -> GradientInputs:
@@ -171,7 +162,7 @@ class DeviceWork:
             return plan.read(plan.with_written(rings, op, part), row, op, slot.place)
 
         def run() -> BackwardOutputs:
-            inputs, before = self._given_gradient(carry, row, op, chunk)
+            inputs, before = self._given_gradient(step, carry, row, op, chunk)
             if self.closing:
                 return self.chunks[chunk].last_gradient(op, inputs, before, kept, runs)
             return self.chunks[chunk].gradient(op, inputs, before, kept, in_turn=True)
@@ -183,6 +174,7 @@ class DeviceWork:
 
     def _pair(
         self,
+        step: StepData,
         carry: Carry,
         row: TableRow,
         runs: jax.Array,
@@ -199,8 +191,8 @@ class DeviceWork:
         ahead, back = self.chunks[pair.forward], self.chunks[pair.gradient]
 
         def run() -> tuple[Any, BackwardOutputs]:
-            inputs, x = self._given_forward(carry, row)
-            behind, dy = self._given_gradient(carry, row, pair.op, pair.gradient)
+            inputs, x = self._given_forward(step, carry, row)
+            behind, dy = self._given_gradient(step, carry, row, pair.op, pair.gradient)
             layers = back.gradient_runs(pair.op, behind, lambda slot, _: read[slot.ring])
             outputs, gradients = run_paired(ahead.forward_runs(inputs), x, layers, dy, ahead.hooks)
             return self._forward_made(carry, row, outputs), gradients
@@ -226,12 +218,14 @@ class DeviceWork:
         """Return the state that F updates; the second value is `carry.aux_losses`."""
         return ForwardOutputs(carry.y, self._parts(carry, Op.F), carry.aux, None), carry.aux_losses
 
-    def _given_forward(self, carry: Carry, row: TableRow) -> tuple[ActionInputs, ForwardOutputs]:
-        x, rows = self._input(carry, row)
+    def _given_forward(
+        self, step: StepData, carry: Carry, row: TableRow
+    ) -> tuple[ActionInputs, ForwardOutputs]:
+        x, rows = self._input(step, carry, row)
         before, losses = self._before_forward(carry)
         if losses is not None:
             before = before._replace(loss=jnp.zeros((), losses.dtype))
-        return self._given(row, rows), before._replace(y=x)
+        return _action_inputs(step, row, rows), before._replace(y=x)
 
     def _forward_made(
         self, carry: Carry, row: TableRow, outputs: ForwardOutputs
@@ -241,28 +235,24 @@ class DeviceWork:
             losses = losses.at[row.forward_mb].add(outputs.loss)
         return outputs._replace(loss=None), losses
 
-    def _given(self, row: TableRow, rows: Tree) -> ActionInputs:
-        step = self.step
-        return ActionInputs(row, rows, step.variables, step.aux, step.embed_head_of_layers)
-
     def _given_gradient(
-        self, carry: Carry, row: TableRow, op: Op, chunk: int
+        self, step: StepData, carry: Carry, row: TableRow, op: Op, chunk: int
     ) -> tuple[ActionInputs, BackwardOutputs]:
         before = self._before_gradient(carry, op, chunk)
-        rows = self.step.rows(row.gradient_mb)
+        rows = step.rows(row.gradient_mb)
         if op is not Op.W:
-            dy = self.step.choose(
+            dy = step.choose(
                 lambda row: row.dy_of_head, row,
                 lambda: carry.y, lambda: buffers.read(carry.inbox, row.dy_read),
             )  # fmt: skip
             before = before._replace(dx=dy)
-        return self._given(row, rows), before
+        return _action_inputs(step, row, rows), before
 
-    def _input(self, carry: Carry, row: TableRow) -> tuple[jax.Array, Tree]:
+    def _input(self, step: StepData, carry: Carry, row: TableRow) -> tuple[jax.Array, Tree]:
         """Return x of F, from the embedding or the inbox, and its microbatch's rows."""
-        rows = self.step.rows(row.forward_mb)
-        embed, shared = self.embed_head.embed.function, self.step.embed_head
-        x = self.step.choose(
+        rows = step.rows(row.forward_mb)
+        embed, shared = self.embed_head.embed.function, step.embed_head
+        x = step.choose(
             lambda row: row.embed, row,
             lambda: embed(shared, rows), lambda: buffers.read(carry.inbox, row.x_read),
         )  # fmt: skip
@@ -277,24 +267,15 @@ class DeviceWork:
     def _before_gradient(self, carry: Carry, op: Op, chunk: int) -> BackwardOutputs:
         """Return the state that a gradient action updates."""
         totals, parts = carry.layer_gradients[chunk], self._parts(carry, op)
-        read = getattr(carry, self._read_sums) if self.chunks[chunk].reads_embed_head else None
+        read = getattr(carry, _read_sums(carry)) if self.chunks[chunk].reads_embed_head else None
         return BackwardOutputs(carry.dx, parts, totals, carry.statistics, read)
-
-    @property
-    def _read_sums(self) -> str:
-        """The field of the carry to which layers add their gradients at embedding and head.
-
-        With the vocabulary sharded over pp, layers read what embedding and head have shards of.
-        """
-        shared = self.step.tables.lockstep.vocab_parallel
-        return "read_gradients" if shared else "embed_head_gradients"
 
     def _with_gradient(self, carry: Carry, op: Op, chunk: int, outputs: BackwardOutputs) -> Carry:
         gradients = list(carry.layer_gradients)
         gradients[chunk] = outputs.grad_sums
         rings = self._after(carry, op, outputs.rings)
         if self.chunks[chunk].reads_embed_head:
-            carry = carry._replace(**{self._read_sums: outputs.read_sums})
+            carry = carry._replace(**{_read_sums(carry): outputs.read_sums})
         return carry._replace(
             dx=outputs.dx,
             rings=rings,
@@ -312,3 +293,24 @@ class DeviceWork:
         """Return all ring buffers, with those that an op has written replaced by `parts`."""
         every = zip(self._plans, carry.rings, parts)
         return tuple(plan.with_written(rings, op, part) for plan, rings, part in every)
+
+
+def _transfers(step: StepData) -> Transfers:
+    return Transfers(step.tables, step.poison, step.execution.printer)
+
+
+def _ring(step: StepData, slots: int, like: Tree) -> Tree:
+    """Return ring buffers of `slots` slots for a tree of shapes and dtypes."""
+    return jax.tree.map(lambda leaf: buffers.make_ring(slots, leaf, poison=step.poison), like)
+
+
+def _action_inputs(step: StepData, row: TableRow, rows: Tree) -> ActionInputs:
+    return ActionInputs(row, rows, step.variables, step.aux, step.embed_head_of_layers)
+
+
+def _read_sums(carry: Carry) -> str:
+    """Return the field to which layers add their gradients at embedding and head.
+
+    With the vocabulary sharded over pp, layers read what embedding and head have shards of.
+    """
+    return "embed_head_gradients" if carry.read_gradients is None else "read_gradients"

@@ -9,7 +9,6 @@ the backward of earlier layers computes. Sums of chunks without a gradient in th
 reduced from its start.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from jax import lax
 
 from jaxpipe.core.executor.carry import Carry
 from jaxpipe.core.executor.execution import Execution
+from jaxpipe.core.executor.step_data import StepData
 from jaxpipe.core.executor.tick import DeviceWork
 from jaxpipe.core.schedule import TableRow, Tables
 
@@ -47,37 +47,35 @@ def closing_tick(tables: Tables, execution: Execution) -> int | None:
     return last if len(alone.gradients) == 1 and not alone.pairs else None
 
 
-def run_ticks(work: DeviceWork, carry: Carry, rows: TableRow, closing: int | None) -> Carry:
+def run_ticks(
+    work: DeviceWork, step: StepData, carry: Carry, rows: TableRow, closing: int | None
+) -> Carry:
     """Run all ticks and return the last carry; `rows` are this rank's table columns, `[T]`.
 
     With a `closing` tick, the gradient sums of layers are returned reduced over replicas.
     """
-    if work.step.execution.printer is not None:
-        rows = rows._replace(tick=jnp.arange(work.step.tables.ticks))
+    if step.execution.printer is not None:
+        rows = rows._replace(tick=jnp.arange(step.tables.ticks))
     if closing is None:
-        return lax.scan(lambda carry, row: (work.tick(carry, row), None), carry, rows)[0]
+        return lax.scan(lambda carry, row: (work.tick(step, carry, row), None), carry, rows)[0]
 
     def tick_with(carried: tuple[Carry, Tree], row: TableRow) -> tuple[tuple[Carry, Tree], None]:
         carry, params = carried
         # Without the barrier XLA sees that the loop changes no parameter. It then keeps the loop's
         # inputs for the ticks after it, beside a transposed copy that the loop's fp8 products read.
-        return (work.with_params(params).tick(carry, row), lax.optimization_barrier(params)), None
+        carry = work.with_params(params).tick(step, carry, row)
+        return (carry, lax.optimization_barrier(params)), None
 
     scanned = jax.tree.map(lambda column: column[:closing], rows)
     (carry, params), _ = lax.scan(tick_with, (carry, work.params), scanned)
     work = work.with_params(params)
-    for tick, alone in _after(work, closing):
-        if alone.closing:
-            carry = _others_reduced(alone, carry)
-        carry = alone.tick(carry, jax.tree.map(lambda column, at=tick: column[at], rows))
+    for tick in range(closing, step.tables.ticks):
+        of_tick = replace(step, tables=_of_tick(step.tables, tick))
+        if tick == closing:
+            carry = _others_reduced(work, of_tick.tables, carry)
+        row = jax.tree.map(lambda column, at=tick: column[at], rows)
+        carry = replace(work, closing=tick == closing).tick(of_tick, carry, row)
     return carry
-
-
-def _after(work: DeviceWork, closing: int) -> Iterator[tuple[int, DeviceWork]]:
-    """Yield the closing tick and every later one, with the device work of that tick alone."""
-    for tick in range(closing, work.step.tables.ticks):
-        alone = work.with_step(tables=_of_tick(work.step.tables, tick))
-        yield tick, replace(alone, closing=tick == closing)
 
 
 def _of_tick(tables: Tables, tick: int) -> Tables:
@@ -86,9 +84,9 @@ def _of_tick(tables: Tables, tick: int) -> Tables:
     return replace(tables, columns=columns, pairs=tables.pairs if columns.pair.any() else ())
 
 
-def _others_reduced(work: DeviceWork, carry: Carry) -> Carry:
-    """Reduce the gradient sums of all chunks that have no gradient in the closing tick."""
-    in_closing_tick = {chunk for _, chunk in work.step.tables.gradients}
+def _others_reduced(work: DeviceWork, closing: Tables, carry: Carry) -> Carry:
+    """Reduce the gradient sums of all chunks without a gradient in the tables of one tick."""
+    in_closing_tick = {chunk for _, chunk in closing.gradients}
     sums = [
         totals if chunk in in_closing_tick else work.chunks[chunk].reduce(totals)
         for chunk, totals in enumerate(carry.layer_gradients)

@@ -30,6 +30,7 @@ from jaxpipe.core.contract import Aux
 from jaxpipe.core.executor.carry import Carry
 from jaxpipe.core.executor.parameters import DeviceParameters
 from jaxpipe.core.executor.program import DeviceProgram, aux_of, reduce_aux
+from jaxpipe.core.executor.step_data import StepData
 from jaxpipe.core.executor.tick import DeviceWork
 from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, ParamSharding, map_stage_stacked
 from jaxpipe.core.mesh.flags import choose, merge
@@ -135,10 +136,10 @@ class UpdatingProgram:
         program = self.program
         params, moments = self._with_shared(ParamSharding.gather_over_pp, (params, moments))
         own = DeviceParameters.gather(params, self._stored, program.execution)
-        work, carry = program.start(own, batch, variables, None)
+        work, data, carry = program.start(own, batch, variables, None)
         self._check(work)
         ticks = _UpdatingTicks(
-            work, own, program, self._stored, self.update, self.accepts, steps,
+            work, data, own, program, self._stored, self.update, self.accepts, steps,
             (carry.aux, carry.statistics),
         )  # fmt: skip
         columns = jax.tree.map(lambda column: column[:, 0], columns)
@@ -161,7 +162,7 @@ class UpdatingProgram:
         losses = lax.psum((carry.losses, carry.aux_losses), _EVERY)
         return UpdateOutputs(
             params, moments, state.variables, gradients, state.updates, *losses,
-            work.step.counts, state.squares, reduce_aux(step.aux, (PP,)),
+            data.counts, state.squares, reduce_aux(step.aux, (PP,)),
         )  # fmt: skip
 
     @property
@@ -214,13 +215,14 @@ class _UpdatingTicks:
     """Ticks with updates.
 
     Attributes:
-      work, own: with the parameters of the first step.
+      work, data, own: with the parameters of the first step.
       program, stored, update, accepts: as in `UpdatingProgram`; how parameters are sharded.
       steps: number of steps to run at most.
       empty: auxiliary outputs and statistics before the first microbatch of a step.
     """
 
     work: DeviceWork
+    data: StepData
     own: DeviceParameters
     program: DeviceProgram
     stored: Tree
@@ -231,7 +233,7 @@ class _UpdatingTicks:
 
     def first_step(self, carry: Carry) -> RankStep:
         """Return the gradients, parameters and counters of a rank before its first step."""
-        own, variables = self.own, self.work.step.variables
+        own, variables = self.own, self.data.variables
         like = jax.eval_shape(lambda: (self._gradients(carry), self._aux(carry)))
         gradients, aux = jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), like)
         aux = jax.tree.map(lambda of: jnp.stack([of] * self.program.steps), aux)
@@ -251,7 +253,8 @@ class _UpdatingTicks:
         carry = carry._replace(
             embed_head_gradients=shared, layer_gradients=layers, aux=aux, statistics=statistics
         )
-        carry = self._work(step).tick(carry, row)
+        work, data = self._work(step)
+        carry = work.tick(data, carry, row)
         with jax.named_scope("update"):
             complete = partial(self._completed, carry, step, state)
             step = lax.cond(row.steps.step_complete > 0, complete, lambda: step)
@@ -260,16 +263,17 @@ class _UpdatingTicks:
             state = lax.cond(row.steps.validate > 0, validate, lambda: state)
         return carry, step, state
 
-    def _work(self, step: RankStep) -> DeviceWork:
-        """Return the device work with the parameters of this rank's current step."""
-        work, data = self.work, self.work.step
+    def _work(self, step: RankStep) -> tuple[DeviceWork, StepData]:
+        """Return the device work and data with the parameters of this rank's current step."""
+        work, data = self.work, self.data
         own = replace(self.own, embed_head=step.embed_head, layers=step.layers)
         head, aux = jax.tree.map(lambda of_steps: of_steps[step.done], (data.head, data.aux))
         layout, runs = self.program.layout, self.program.runs
         chunks = own.chunks(layout, runs, work.kinds, mirrored=False)
-        return replace(work, chunks=chunks).with_step(
-            embed_head=step.embed_head, variables=step.variables, head=head, aux=aux
+        data = replace(
+            data, embed_head=step.embed_head, variables=step.variables, head=head, aux=aux
         )
+        return replace(work, chunks=chunks), data
 
     def _completed(self, carry: Carry, step: RankStep, state: ValidState) -> RankStep:
         """Keep the gradients, and gather the parameters after an update that is not yet valid."""
@@ -285,7 +289,7 @@ class _UpdatingTicks:
 
     def _validated(self, carry: Carry, step: RankStep, state: ValidState) -> ValidState:
         """Make the update of the oldest step, if it is accepted and another step follows."""
-        number, counts = state.updates, self.work.step.counts
+        number, counts = state.updates, self.data.counts
         losses, terms = (
             of_all.reshape(self.program.steps, -1, *of_all.shape[1:])[number].sum(0)
             for of_all in (carry.losses, counts)
@@ -338,6 +342,6 @@ class _UpdatingTicks:
 
         The last stage's rank updates the leaves that the head reads, the first stage's all others.
         """
-        tables, head = self.work.step.tables, self.work.embed_head.head
+        tables, head = self.data.tables, self.work.embed_head.head
         (first,), (last,) = tables.first_ranks, tables.last_ranks
         return jax.tree.map(lambda used: lax.axis_index(PP) == (last if used else first), head.used)

@@ -16,6 +16,7 @@ from jaxpipe.core.executor.chunk import Chunk
 from jaxpipe.core.executor.layer_slot import LayerRun
 from jaxpipe.core.executor.program import DeviceProgram
 from jaxpipe.core.executor.reference import StepOutput, step_ref
+from jaxpipe.core.executor.step_data import StepData
 from jaxpipe.core.executor.tick import DeviceWork
 from jaxpipe.core.schedule import Tables
 from jaxpipe.lab.verification.observed import Observed
@@ -39,11 +40,11 @@ class AlteredProgram(DeviceProgram):
 
     alter_run: AlterRun = lambda run: run
 
-    def start(self, *arguments: Any) -> tuple[DeviceWork, Carry]:
+    def start(self, *arguments: Any) -> tuple[DeviceWork, StepData, Carry]:
         """As of `DeviceProgram`, with altered runs."""
-        work, carry = super().start(*arguments)
+        work, step, carry = super().start(*arguments)
         chunks = [Chunk(tuple(map(self.alter_run, chunk.runs))) for chunk in work.chunks]
-        return replace(work, chunks=tuple(chunks)), carry
+        return replace(work, chunks=tuple(chunks)), step, carry
 
 
 @dataclass(frozen=True)
