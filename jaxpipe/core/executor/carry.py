@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpipe.core.contract import Aux
-from jaxpipe.core.executor.ring_buffers import RingBuffers
+from jaxpipe.core.executor.ring_buffers import RingArrays
 
 Tree = Any
 
@@ -35,7 +35,7 @@ class Carry(NamedTuple):
     dx: Any
     arriving: Any
     inbox: jax.Array
-    rings: tuple[RingBuffers, ...]
+    rings: tuple[RingArrays, ...]
     head_ring: Any
     embed_ring: Any
     layer_gradients: tuple[tuple[Tree, ...], ...]

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.core.contract import Aux, Context
-from jaxpipe.core.executor.layer_slot import LayerRun, LayerSlot
-from jaxpipe.core.executor.ring_buffers import GradientInputs, RingBuffers
+from jaxpipe.core.executor.layer_run import LayerRun
+from jaxpipe.core.executor.ring_buffers import GradientInputs, RingArrays
 from jaxpipe.core.executor.step_data import Mean
 from jaxpipe.core.executor.traced_kind import add_aux, elementwise_max, embed_head_of
 from jaxpipe.core.schedule import Op, TableRow
 from jaxpipe.core.split.ports import Cotangent
 
 Tree = Any
-Kept = Callable[[LayerSlot, RingBuffers], GradientInputs]
+ReadInputs = Callable[[LayerRun, RingArrays], GradientInputs]
 
 
 class ActionInputs(NamedTuple):
@@ -38,10 +38,10 @@ class ActionInputs(NamedTuple):
     means: Mapping[str, Mapping[str, Mean]]
     embed_head: Tree = None
 
-    def context(self, slot: LayerSlot, state: Tree) -> Context:
-        """Return the context of the layer in a slot."""
-        embed_head = embed_head_of(slot.kind.kind, self.embed_head)
-        return Context(self.rows, slot.index, state, self.variables, embed_head)
+    def context(self, layer: LayerRun, state: Tree) -> Context:
+        """Return the context of one layer."""
+        embed_head = embed_head_of(layer.kind.kind, self.embed_head)
+        return Context(self.rows, layer.index, state, self.variables, embed_head)
 
 
 class ForwardOutputs(NamedTuple):
@@ -56,7 +56,7 @@ class ForwardOutputs(NamedTuple):
     """
 
     y: jax.Array
-    rings: tuple[RingBuffers, ...]
+    rings: tuple[RingArrays, ...]
     aux: Aux
     loss: jax.Array | None
     next_params: Tree = None
@@ -78,7 +78,7 @@ class BackwardOutputs(NamedTuple):
     """
 
     dx: jax.Array
-    rings: tuple[RingBuffers, ...]
+    rings: tuple[RingArrays, ...]
     grad_sums: tuple[Tree, ...]
     statistics: Mapping[str, jax.Array] = {}
     read_sums: Tree = None
@@ -112,14 +112,19 @@ class Chunk:
         return [partial(_run_forward, given, *runs) for runs in around]
 
     def gradient(
-        self, op: Op, given: ActionInputs, before: BackwardOutputs, kept: Kept,
+        self, op: Op, given: ActionInputs, before: BackwardOutputs, read_inputs: ReadInputs,
         *, in_turn: bool = False,
     ) -> BackwardOutputs:  # fmt: skip
         """Run B, W or BW on `before.dx`, which is dy; other arguments as in `gradient_runs`."""
-        return run_in_order(self.gradient_runs(op, given, kept, in_turn=in_turn), before)
+        return run_in_order(self.gradient_runs(op, given, read_inputs, in_turn=in_turn), before)
 
     def last_gradient(
-        self, op: Op, given: ActionInputs, before: BackwardOutputs, kept: Kept, runs: jax.Array
+        self,
+        op: Op,
+        given: ActionInputs,
+        before: BackwardOutputs,
+        read_inputs: ReadInputs,
+        runs: jax.Array,
     ) -> BackwardOutputs:
         """Run the step's last gradient action of the chunk and reduce its gradient sums.
 
@@ -128,7 +133,9 @@ class Chunk:
         finished, and no later computation depends on them, so the reduction overlaps with compute.
         """
         made, last = before, len(self.runs) - 1
-        for done, run in enumerate(self.gradient_runs(op, given, kept, in_turn=True, counts=runs)):
+        for done, run in enumerate(
+            self.gradient_runs(op, given, read_inputs, in_turn=True, counts=runs)
+        ):
             place, made = last - done, run(made)
             if done:
                 totals = list(made.grad_sums)
@@ -143,7 +150,7 @@ class Chunk:
         return tuple(run.reduce(total) for run, total in zip(self.runs, totals))
 
     def gradient_runs(
-        self, op: Op, given: ActionInputs, kept: Kept,
+        self, op: Op, given: ActionInputs, read_inputs: ReadInputs,
         *, in_turn: bool = False, counts: jax.Array | None = None,
     ) -> list[Callable[[BackwardOutputs], BackwardOutputs]]:  # fmt: skip
         """Return B, W or BW of every run as functions, from the last run to the first.
@@ -154,25 +161,24 @@ class Chunk:
         Args:
           op: B, W or BW.
           given: inputs of the action.
-          kept: returns the inputs that a layer reads from ring buffers, given its slot and the ring
-            buffers of its ring group that the op writes, in their current state.
+          read_inputs: returns the inputs that a layer reads from ring buffers, given the layer and
+            the arrays of its ring group that the op writes, in their current state.
           in_turn: read the residuals of a run once its dy is known, or, if the layers have
             collectives, once the run before it starts, beside which XLA hides them; in BW, finish W
             of a run before B of the next but one starts. Otherwise XLA on GPU may first recompute
             all layers, or move every W to the end, and what that computes stays live (a third of
             the memory for 20 layers of a 13B model, tp=4, full remat). Residuals on the host are
             read without waiting, so that copies overlap.
-          counts: as in `LayerSlot.add_gradients`.
+          counts: as in `LayerRun.add_gradients`.
         """
         last = len(self.runs) - 1
 
         def run(place: int, run: LayerRun, before: BackwardOutputs) -> BackwardOutputs:
-            def layer(slot: LayerSlot, params: Tree, *passed: Any) -> tuple[Any, ...]:
+            def gradient(layer: LayerRun, params: Tree, *passed: Any) -> tuple[Any, ...]:
                 if before.next_start is not None:
-                    slot = replace(slot, place=slot.place + before.next_start)
-                return _layer_gradient(
-                    op, slot, params, given, kept(slot, passed[-1]), passed, counts
-                )
+                    layer = replace(layer, first=layer.first + before.next_start)
+                inputs = read_inputs(layer, passed[-1])
+                return _layer_gradient(op, layer, params, given, inputs, passed, counts)
 
             after = self.runs[place - 1].end(backward=True) if place else None
             dy, rings, totals = before.dx, list(before.rings), list(before.grad_sums)
@@ -182,8 +188,8 @@ class Chunk:
                 dy, start = lax.optimization_barrier((dy, jnp.int32(0)))
             read = embed_head_of(run.kind.kind, before.read_sums)
             passed = dy, totals[place], read, before.statistics, rings[run.ring]
-            made, whole = run.over_layers(
-                layer, passed, before.next_params, after, backward=True, prefetch=op is Op.BW
+            made, gathered = run.over_layers(
+                gradient, passed, before.next_params, after, backward=True, prefetch=op is Op.BW
             )
             dy, totals[place], read, observed, rings[run.ring] = made
             if next_waits and not early:
@@ -194,7 +200,7 @@ class Chunk:
                 tied = lax.optimization_barrier((dy, totals[place + 1], of_next))
                 dy, totals[place + 1], of_next = tied
                 read = read if of_next is None else of_next
-            return BackwardOutputs(dy, tuple(rings), tuple(totals), observed, read, whole, start)
+            return BackwardOutputs(dy, tuple(rings), tuple(totals), observed, read, gathered, start)
 
         return [partial(run, place, of) for place, of in reversed(list(enumerate(self.runs)))]
 
@@ -213,65 +219,65 @@ def _run_forward(
 ) -> ForwardOutputs:
     """Run F of a run of layers; `earlier` and `later` are its neighbours in the chunk, if any."""
 
-    def layer(
-        slot: LayerSlot, params: Tree, x: jax.Array, ring: RingBuffers, aux: Aux, loss: Any
-    ) -> tuple[jax.Array, RingBuffers, Aux, Any]:
-        plan = slot.kind.rings
-        context = given.context(slot, plan.state_before(ring, given.row, slot.place))
-        output, kept = slot.kind.forward(params, x, context)
+    def forward(
+        layer: LayerRun, params: Tree, x: jax.Array, ring: RingArrays, aux: Aux, loss: Any
+    ) -> tuple[jax.Array, RingArrays, Aux, Any]:
+        kind, rings = layer.kind, layer.kind.rings
+        context = given.context(layer, rings.state_before(ring, given.row, layer.first))
+        output, residuals = kind.forward(params, x, context)
         for name, total in output.aux.loss_sums.items():
-            loss += (total * given.means[slot.kind.name][name].share).astype(loss.dtype)
-        ring = plan.write_forward(ring, kept, output.state, given.row, slot.place)
+            loss += (total * given.means[kind.name][name].share).astype(loss.dtype)
+        ring = rings.write_forward(ring, residuals, output.state, given.row, layer.first)
         return output.y, ring, add_aux(aux, output.aux, given.row.forward_mb), loss
 
     x, rings, aux, loss, gathered = before
     rings, after = list(rings), later and later.end(backward=False)
     # The gather of a layer must end with the layer before it: otherwise XLA delays some into the
     # layer itself. BW has enough matmuls to hide them, and would wait for tp collectives.
-    made, whole = run.over_layers(
-        layer, (x, rings[run.ring], aux, loss), gathered, after, prefetch=True, in_time=True
+    made, gathered = run.over_layers(
+        forward, (x, rings[run.ring], aux, loss), gathered, after, prefetch=True, in_time=True
     )
     x, rings[run.ring], aux, loss = made
     if earlier is not None and earlier.on_host:
         # The device-to-host copy of the earlier layer's residuals overlaps with this run and must
         # end with it.
         x, rings[earlier.ring] = lax.optimization_barrier((x, rings[earlier.ring]))
-    return ForwardOutputs(x, tuple(rings), aux, loss, whole)
+    return ForwardOutputs(x, tuple(rings), aux, loss, gathered)
 
 
 def _layer_gradient(
-    op: Op, slot: LayerSlot, params: Tree, given: ActionInputs, kept: GradientInputs,
-    before: tuple[jax.Array, Tree, Tree, Tree, RingBuffers], counts: jax.Array | None,
-) -> tuple[jax.Array, Tree, Tree, Tree, RingBuffers]:  # fmt: skip
+    op: Op, layer: LayerRun, params: Tree, given: ActionInputs, inputs: GradientInputs,
+    before: tuple[jax.Array, Tree, Tree, Tree, RingArrays], counts: jax.Array | None,
+) -> tuple[jax.Array, Tree, Tree, Tree, RingArrays]:  # fmt: skip
     """Run B, W or BW of one layer on its gathered `params`.
 
     Takes (in `before`) dy, gradient sums of the run and of embedding and head (None unless it
     reads them), statistics and ring buffers, and returns dx and the others updated.
     """
     dy, total, read, observed, ring = before
-    if op is Op.B and slot.kind.rings.shares_stash:
+    if op is Op.B and layer.kind.rings.shares_stash:
         # B reads and writes the same ring buffer. Unless all reads come first, XLA copies it.
-        kept, ring = lax.optimization_barrier((kept, ring))
-    split = slot.kind.split
-    context, losses = given.context(slot, kept.state), split.output.aux.loss_sums
+        inputs, ring = lax.optimization_barrier((inputs, ring))
+    split = layer.kind.split
+    context, losses = given.context(layer, inputs.state), split.output.aux.loss_sums
     dlosses = {
-        name: given.means[slot.kind.name][name].seed.astype(like.dtype)
+        name: given.means[layer.kind.name][name].seed.astype(like.dtype)
         for name, like in losses.items()
     }
     if op is Op.W:
         gradients = split.backward_weight(
-            params, context, kept.residuals.for_w, kept.stash, dlosses
+            params, context, inputs.residuals.for_w, inputs.stash, dlosses
         )
-        return dy, *slot.add_gradients(total, read, gradients, counts), observed, ring
-    at_output, stash = Cotangent(dy, kept.dstate, dlosses), ()
+        return dy, *layer.add_gradients(total, read, gradients, counts), observed, ring
+    at_output, stash = Cotangent(dy, inputs.dstate, dlosses), ()
     if op is Op.BW:
-        dx, gradients = split.backward(params, context, kept.residuals, at_output)
+        dx, gradients = split.backward(params, context, inputs.residuals, at_output)
     else:
-        dx, gradients, stash = split.backward_input(params, context, kept.residuals, at_output)
-    ring = slot.kind.rings.write_backward(ring, stash, dx.state, given.row, slot.place)
+        dx, gradients, stash = split.backward_input(params, context, inputs.residuals, at_output)
+    ring = layer.kind.rings.write_backward(ring, stash, dx.state, given.row, layer.first)
     return (
         dx.value,
-        *slot.add_gradients(total, read, gradients, counts),
+        *layer.add_gradients(total, read, gradients, counts),
         elementwise_max(observed, dx.statistics),
         ring,
     )

@@ -63,7 +63,7 @@ class EmbedHead:
         self, step: StepData, y: jax.Array, rows: Tree, totals: Tree
     ) -> tuple[jax.Array, jax.Array, Tree]:
         """Return the loss, the gradient at y, and `totals` with the head's gradients added."""
-        if self.split is None:
+        if not step.tables.has_gradients:
             return self.head.function(step.embed_head, y, rows), y, totals
         context = _context(step, rows)
         output, residuals = self.split.forward(None, y, context)

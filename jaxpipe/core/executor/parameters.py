@@ -1,6 +1,5 @@
 """Parameters of one device: gathered for compute in a step, and their gradients reduced."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +12,10 @@ from jax import lax
 
 from jaxpipe.core.executor.chunk import Chunk
 from jaxpipe.core.executor.execution import Execution
-from jaxpipe.core.executor.layer_slot import LayerRun
+from jaxpipe.core.executor.layer_run import LayerRun
 from jaxpipe.core.executor.traced_kind import TracedKind
 from jaxpipe.core.mesh import DP, PP, REPLICA_AXES, TP, ParamSharding, StageLayout
 from jaxpipe.core.mesh.flags import is_trained, select
-from jaxpipe.core.mesh.layer_runs import LayerRuns, Run
 
 Tree = Any
 
@@ -82,7 +80,7 @@ class DeviceParameters:
         return jax.tree.map(lambda like: jax.ShapeDtypeStruct(like.shape[1:], like.dtype), shapes)
 
     def chunks(
-        self, layout: StageLayout, runs: LayerRuns, kinds: Sequence[TracedKind], *, mirrored: bool
+        self, layout: StageLayout, kinds: Sequence[TracedKind], *, mirrored: bool
     ) -> tuple[Chunk, ...]:
         """Return the chunks of this pipeline rank; `kinds` are the kinds of the ring groups.
 
@@ -92,69 +90,59 @@ class DeviceParameters:
         table = np.array(
             [[-1 if i is None else i for i in row] for row in layout.layer_table], np.int32
         )
-        chunks = self._chunks(self.layers, table, runs, kinds)
+        chunks = self._chunks(self.layers, table, layout, kinds)
         if mirrored:
-            chunks += self._chunks(_mirror(self.layers), table[::-1], runs, kinds)
+            chunks += self._chunks(_mirror(self.layers), table[::-1], layout, kinds)
         return chunks
 
     def _chunks(
         self,
         layers: tuple[Tree, ...],
         table: np.ndarray,
-        runs: LayerRuns,
+        layout: StageLayout,
         kinds: Sequence[TracedKind],
     ) -> tuple[Chunk, ...]:
         """Return the chunks of some layers; `table[r, slot]` is the layer index, -1 if empty."""
         here, reshard = jnp.asarray(table)[lax.axis_index(PP)], self.execution.reshard_after_forward
 
-        def layer_run(number: int, run: Run) -> LayerRun:
-            own, stored = slice(run.slots.start, run.slots.stop), self.shardings["layers"][number]
-            alone = stored
-            if len(run.slots) > 1:
-                alone = jax.tree.map(lambda how: how.without_leading_axis, stored)
+        def layer_run(number: int, slots: range) -> LayerRun:
+            of_run, sharding = slice(slots.start, slots.stop), self.shardings["layers"][number]
+            of_layer = sharding
+            if len(slots) > 1:
+                of_layer = jax.tree.map(lambda leaf: leaf.without_leading_axis, sharding)
+            group, first = layout.ring_place_of(slots.start)
             return LayerRun(
-                kind=kinds[run.group],
+                kind=kinds[group],
                 params=layers[number],
-                index=here[own],
-                active=None if (table[:, own] >= 0).all() else here[own] >= 0,
-                ring=run.group,
-                first=run.first,
-                reduce=partial(self._of_run, stored),
-                shardings=alone if reshard else None,
+                index=here[of_run],
+                active=None if (table[:, of_run] >= 0).all() else here[of_run] >= 0,
+                ring=group,
+                first=first,
+                grad_sums=_sum_shapes(sharding, layers[number], self.masters["layers"][number]),
+                reduce=partial(self._reduce_run, sharding),
+                shardings=of_layer if reshard else None,
                 reduce_dtype=self.execution.grad_reduce_dtype,
                 unroll=self.execution.layers_per_iteration,
             )
 
-        numbers = itertools.count()
-        return tuple(
-            Chunk(tuple(layer_run(next(numbers), run) for run in of_chunk))
-            for of_chunk in runs.chunks
-        )
+        runs = {slots: layer_run(number, slots) for number, slots in enumerate(layout.runs)}
+        return tuple(Chunk(tuple(runs[slots] for slots in chunk)) for chunk in layout.chunk_runs)
 
     def gradient_shapes(self, chunks: tuple[Chunk, ...]) -> Tree:
-        """Return shapes and dtypes of the gradient sums: shapes of `layers`, dtype of `masters`.
+        """Return shapes and dtypes of the gradient sums: shapes for compute, dtype of `masters`.
 
         A frozen parameter has none (None).
         """
-
-        def like(stored: Tree, values: Tree, leaves: Tree) -> Tree:
-            shapes = jax.tree.map(
-                lambda value, leaf: jax.ShapeDtypeStruct(value.shape, leaf.dtype), values, leaves
-            )
-            return select(is_trained(stored), shapes)
-
-        stored, masters = self.shardings, self.masters
-        own = itertools.cycle(map(like, stored["layers"], self.layers, masters["layers"]))
-        of_embed_head = partial(like, stored["embed_head"], leaves=masters["embed_head"])
+        sharding, masters = self.shardings["embed_head"], self.masters["embed_head"]
         kinds, read = [run.kind for chunk in chunks for run in chunk.runs], None
-        uses = [of.split.uses_of_embed_head for of in kinds if of.split and of.kind.reads]
+        uses = [kind.split.uses_of_embed_head for kind in kinds if kind.kind.reads]
         if uses and self.execution.lockstep.vocab_parallel:
             used = jax.tree.map(lambda *flags: any(flags), *uses)
-            read = select(used, of_embed_head(self.embed_head_of_layers))
+            read = select(used, _sum_shapes(sharding, self.embed_head_of_layers, masters))
         return {
-            "embed_head": of_embed_head(self.embed_head),
+            "embed_head": _sum_shapes(sharding, self.embed_head, masters),
             "read": read,
-            "layers": tuple(tuple(next(own) for _ in chunk.runs) for chunk in chunks),
+            "layers": tuple(tuple(run.grad_sums for run in chunk.runs) for chunk in chunks),
         }
 
     def gradients(
@@ -172,27 +160,27 @@ class DeviceParameters:
           Gradients sharded like the parameters, layers with the axis of pipeline ranks; None for
           frozen parameters.
         """
-        home = self._brought_home(layers)
+        home = self._add_mirrored(layers)
         if read is not None:
             shared = jax.tree.map(_with_read, self.shardings["embed_head"], shared, read)
         if not reduced:
-            home = tuple(map(self._of_run, self.shardings["layers"], home))
+            home = tuple(map(self._reduce_run, self.shardings["layers"], home))
         return {
-            "embed_head": _map_sums(self._of_shared, self.shardings["embed_head"], shared),
+            "embed_head": _map_sums(self._reduce_embed_head, self.shardings["embed_head"], shared),
             "layers": jax.tree.map(lambda gradient: gradient[None], home),
         }
 
-    def _of_run(self, stored: Tree, total: Tree) -> Tree:
+    def _reduce_run(self, stored: Tree, total: Tree) -> Tree:
         """Reduce the gradient sums of a run to this device's shards."""
         return _map_sums(lambda s, g: self._reduced(s, g, self._unreduced(s)), stored, total)
 
-    def _brought_home(self, gradients: tuple[tuple[Tree, ...], ...]) -> tuple[Tree, ...]:
+    def _add_mirrored(self, gradients: tuple[tuple[Tree, ...], ...]) -> tuple[Tree, ...]:
         """Return the gradient sums of this rank's runs, with those of mirrored copies added."""
         flat = tuple(tree for chunk in gradients for tree in chunk)
         own, mirrored = flat[: len(self.layers)], flat[len(self.layers) :]
         return jax.tree.map(jnp.add, own, _mirror(mirrored)) if mirrored else own
 
-    def _of_shared(self, stored: ParamSharding, gradient: jax.Array) -> jax.Array:
+    def _reduce_embed_head(self, stored: ParamSharding, gradient: jax.Array) -> jax.Array:
         """Reduce a gradient of embedding or head to this device's shard.
 
         Over pp it is partial and summed, or a shard already, or equal on all ranks and sharded.
@@ -218,6 +206,14 @@ class DeviceParameters:
         return stored.reduce_over_replicas(
             gradient, replicas, how.grad_reduce_dtype, scatter=how.zero_stage != 1
         )
+
+
+def _sum_shapes(sharding: Tree, values: Tree, masters: Tree) -> Tree:
+    """Return the shapes of `values` in the dtypes of `masters`; None for frozen parameters."""
+    shapes = jax.tree.map(
+        lambda value, leaf: jax.ShapeDtypeStruct(value.shape, leaf.dtype), values, masters
+    )
+    return select(is_trained(sharding), shapes)
 
 
 def _whole(stored: Tree, shards: Tree) -> Tree:

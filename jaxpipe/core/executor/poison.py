@@ -9,16 +9,16 @@ from jax import lax
 
 from jaxpipe.core.executor import buffers
 from jaxpipe.core.executor.carry import Carry
-from jaxpipe.core.executor.ring_buffers import RingBufferPlan, RingBuffers
+from jaxpipe.core.executor.ring_buffers import RingArrays, RingBuffers
 from jaxpipe.core.schedule import Op, TableRow, Tables
 
 
 def poison_read_slots(
-    carry: Carry, row: TableRow, tables: Tables, plans: Sequence[RingBufferPlan]
+    carry: Carry, row: TableRow, tables: Tables, rings: Sequence[RingBuffers]
 ) -> Carry:
     """Return the carry at the end of a tick, with poison in the slots whose last read this was.
 
-    `plans` are the ring buffer plans, by ring group.
+    `rings` are the ring buffers of every ring group.
     """
     inbox = buffers.poison_slot(carry.inbox, row.x_read)
     carry = carry._replace(inbox=buffers.poison_slot(inbox, row.dy_read))
@@ -44,10 +44,10 @@ def poison_read_slots(
     if tables.has_split_backward:
         waits.append(("stash", row.stash_read, (Op.W,)))
 
-    def emptied(plan: RingBufferPlan, rings: RingBuffers) -> RingBuffers:
+    def emptied(ring: RingBuffers, arrays: RingArrays) -> RingArrays:
         for use, slot, readers in waits:
-            poisoned = partial(plan.poison, rings, use, slot)
-            rings = lax.cond(ran(*readers), poisoned, lambda rings=rings: rings)
-        return rings
+            poisoned = partial(ring.poison, arrays, use, slot)
+            arrays = lax.cond(ran(*readers), poisoned, lambda arrays=arrays: arrays)
+        return arrays
 
-    return carry._replace(rings=tuple(map(emptied, plans, carry.rings)))
+    return carry._replace(rings=tuple(map(emptied, rings, carry.rings)))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import jax
@@ -27,7 +27,6 @@ from jaxpipe.core.executor.ticks import closing_tick, run_ticks
 from jaxpipe.core.executor.traced_kind import TracedKind
 from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, StageLayout
 from jaxpipe.core.mesh.flags import is_trained
-from jaxpipe.core.mesh.layer_runs import LayerRuns
 from jaxpipe.core.schedule import TableRow, Tables
 
 Tree = Any
@@ -78,12 +77,6 @@ class DeviceProgram:
             gradients = jax.tree.map(lambda gradient: gradient * step.unscale, gradients)
         return StepOutput(losses, gradients, aux, outputs, step.counts, aux_losses, marks)
 
-    @cached_property
-    def runs(self) -> LayerRuns:
-        """The runs of a pipeline rank, and its ring groups."""
-        trains = self.tables.has_gradients
-        return LayerRuns.of(self.layout, self.execution.offload_layers if trains else 0)
-
     @property
     def _reads_embed_head(self) -> bool:
         return any(kind.reads for kind in self.functions.kinds_by_name.values())
@@ -97,9 +90,10 @@ class DeviceProgram:
         kinds, counts = self._kinds(own, x, rows, variables)
         step = self._step_data(own, x, rows, batch, variables, loss_scale, counts)
         mirrored = self.layout.placement.mirrored_from is not None
-        chunks = own.chunks(self.layout, self.runs, kinds, mirrored=mirrored)
+        chunks = own.chunks(self.layout, kinds, mirrored=mirrored)
+        gradients = own.gradient_shapes(chunks) if self.tables.has_gradients else None
         work = DeviceWork(self._embed_head(step, x, rows), chunks, kinds)
-        return work, step, work.first_carry(step, x, rows, own.gradient_shapes(chunks))
+        return work, step, work.first_carry(step, x, rows, gradients)
 
     def _kinds(
         self, own: DeviceParameters, x: Any, rows: Tree, variables: Tree
@@ -111,9 +105,10 @@ class DeviceProgram:
         index = jax.ShapeDtypeStruct((), jnp.int32)
         context = Context(rows, index, None, variables, own.embed_head_of_layers)
         trained = is_trained(self.shardings["embed_head"])
-        policy = self.execution.policy if self.tables.has_gradients else None
-        functions, slots = self.functions.kinds_by_name, self.layout.slot_kinds
-        runs = {slots[run.start]: (i, len(run)) for i, run in enumerate(self.layout.runs)}
+        trains, how, layout = self.tables.has_gradients, self.execution, self.layout
+        policy, offloaded = (how.policy, how.offload_layers) if trains else (None, 0)
+        functions, slots = self.functions.kinds_by_name, layout.slot_kinds
+        runs = {slots[run.start]: (i, len(run)) for i, run in enumerate(layout.runs)}
 
         @cache
         def traced(name: str) -> TracedKind:
@@ -124,7 +119,11 @@ class DeviceProgram:
         def with_rings(name: str, layers: int, on_host: bool) -> TracedKind:
             return traced(name).with_rings(self.tables, layers, on_host=on_host)
 
-        kinds = tuple(with_rings(*group) for group in self.runs.groups)
+        on_host, ring_kinds = layout.first_ring_slots(offloaded), layout.ring_slot_kinds
+        kinds = tuple(
+            with_rings(ring_kinds[group.start], len(group), group.start in on_host)
+            for group in layout.ring_groups
+        )
         counts = {
             kind.name: kind.loss_counts(own.layer_shapes(*runs[kind.name]), x, context)
             for kind in {kind.name: kind for kind in kinds}.values()

@@ -18,10 +18,10 @@ from jaxpipe.core.executor import buffers
 from jaxpipe.core.executor.carry import Carry
 from jaxpipe.core.executor.chunk import ActionInputs, BackwardOutputs, Chunk, ForwardOutputs
 from jaxpipe.core.executor.embed_head import EmbedHead
-from jaxpipe.core.executor.layer_slot import LayerSlot
+from jaxpipe.core.executor.layer_run import LayerRun
 from jaxpipe.core.executor.paired import run_paired
 from jaxpipe.core.executor.poison import poison_read_slots
-from jaxpipe.core.executor.ring_buffers import GradientInputs, RingBufferPlan, RingBuffers
+from jaxpipe.core.executor.ring_buffers import GradientInputs, RingArrays, RingBuffers
 from jaxpipe.core.executor.step_data import StepData
 from jaxpipe.core.executor.traced_kind import TracedKind, empty_aux, empty_statistics
 from jaxpipe.core.executor.transfers import Transfers
@@ -81,7 +81,7 @@ class DeviceWork:
             arriving=_transfers(step).arriving(message),
             inbox=_ring(step, slots.inbox + 1, x),
             rings=tuple(
-                plan.empty(group, poison=step.poison) for group, plan in enumerate(self._plans)
+                rings.empty(group, poison=step.poison) for group, rings in enumerate(self._rings)
             ),
             head_ring=(),
             embed_ring=(),
@@ -124,7 +124,7 @@ class DeviceWork:
         carry = self.embed_head.after_receiving(step, carry, row)
         if step.poison:
             nothing = jnp.full_like(carry.y, jnp.nan)
-            carry = carry._replace(y=nothing, dx=None if carry.dx is None else nothing)
+            carry = carry._replace(y=nothing, dx=nothing if tables.has_gradients else None)
         read = {op: self._read(carry, row, op) for op in {pair.op for pair in tables.pairs}}
         for index, pair in enumerate(tables.pairs):
             with jax.named_scope(f"F_chunk{pair.forward}+{pair.op.name}_chunk{pair.gradient}"):
@@ -139,7 +139,7 @@ class DeviceWork:
                     step, carry, row, row.chunk_column(op) == chunk + 1, op, chunk
                 )
         carry = self.embed_head.after_gradient(step, carry, row)
-        return poison_read_slots(carry, row, tables, self._plans) if step.poison else carry
+        return poison_read_slots(carry, row, tables, self._rings) if step.poison else carry
 
     def _forward(
         self, step: StepData, carry: Carry, row: TableRow, runs: jax.Array, chunk: int
@@ -157,15 +157,15 @@ class DeviceWork:
     ) -> Carry:
         """Run B, W or BW of one chunk if `runs` is set; gradients go to the accumulators."""
 
-        def kept(slot: LayerSlot, part: RingBuffers) -> GradientInputs:
-            plan, rings = self._plans[slot.ring], carry.rings[slot.ring]
-            return plan.read(plan.with_written(rings, op, part), row, op, slot.place)
+        def read_inputs(layer: LayerRun, written: RingArrays) -> GradientInputs:
+            rings, arrays = self._rings[layer.ring], carry.rings[layer.ring]
+            return rings.read(rings.with_written(arrays, op, written), row, op, layer.first)
 
         def run() -> BackwardOutputs:
             inputs, before = self._given_gradient(step, carry, row, op, chunk)
             if self.closing:
-                return self.chunks[chunk].last_gradient(op, inputs, before, kept, runs)
-            return self.chunks[chunk].gradient(op, inputs, before, kept, in_turn=True)
+                return self.chunks[chunk].last_gradient(op, inputs, before, read_inputs, runs)
+            return self.chunks[chunk].gradient(op, inputs, before, read_inputs, in_turn=True)
 
         if self.closing:
             return self._with_gradient(carry, op, chunk, run())
@@ -193,7 +193,7 @@ class DeviceWork:
         def run() -> tuple[Any, BackwardOutputs]:
             inputs, x = self._given_forward(step, carry, row)
             behind, dy = self._given_gradient(step, carry, row, pair.op, pair.gradient)
-            layers = back.gradient_runs(pair.op, behind, lambda slot, _: read[slot.ring])
+            layers = back.gradient_runs(pair.op, behind, lambda layer, _: read[layer.ring])
             outputs, gradients = run_paired(ahead.forward_runs(inputs), x, layers, dy, ahead.hooks)
             return self._forward_made(carry, row, outputs), gradients
 
@@ -203,11 +203,11 @@ class DeviceWork:
 
     def _read(self, carry: Carry, row: TableRow, op: Op) -> list[GradientInputs]:
         """Read the inputs of a gradient action from all ring buffers; no group has two layers."""
-        return [plan.read(rings, row, op, 0) for plan, rings in zip(self._plans, carry.rings)]
+        return [rings.read(arrays, row, op, 0) for rings, arrays in zip(self._rings, carry.rings)]
 
     @property
-    def _plans(self) -> list[RingBufferPlan]:
-        """The ring buffer plan of every ring group."""
+    def _rings(self) -> list[RingBuffers]:
+        """The ring buffers of every ring group."""
         return [kind.rings for kind in self.kinds]
 
     @property
@@ -216,7 +216,9 @@ class DeviceWork:
 
     def _before_forward(self, carry: Carry) -> tuple[ForwardOutputs, jax.Array | None]:
         """Return the state that F updates; the second value is `carry.aux_losses`."""
-        return ForwardOutputs(carry.y, self._parts(carry, Op.F), carry.aux, None), carry.aux_losses
+        return ForwardOutputs(
+            carry.y, self._written_by(carry, Op.F), carry.aux, None
+        ), carry.aux_losses
 
     def _given_forward(
         self, step: StepData, carry: Carry, row: TableRow
@@ -261,19 +263,19 @@ class DeviceWork:
     def _with_forward(
         self, carry: Carry, outputs: ForwardOutputs, losses: jax.Array | None
     ) -> Carry:
-        rings = self._after(carry, Op.F, outputs.rings)
+        rings = self._with_written(carry, Op.F, outputs.rings)
         return carry._replace(y=outputs.y, rings=rings, aux=outputs.aux, aux_losses=losses)
 
     def _before_gradient(self, carry: Carry, op: Op, chunk: int) -> BackwardOutputs:
         """Return the state that a gradient action updates."""
-        totals, parts = carry.layer_gradients[chunk], self._parts(carry, op)
+        totals, written = carry.layer_gradients[chunk], self._written_by(carry, op)
         read = getattr(carry, _read_sums(carry)) if self.chunks[chunk].reads_embed_head else None
-        return BackwardOutputs(carry.dx, parts, totals, carry.statistics, read)
+        return BackwardOutputs(carry.dx, written, totals, carry.statistics, read)
 
     def _with_gradient(self, carry: Carry, op: Op, chunk: int, outputs: BackwardOutputs) -> Carry:
         gradients = list(carry.layer_gradients)
         gradients[chunk] = outputs.grad_sums
-        rings = self._after(carry, op, outputs.rings)
+        rings = self._with_written(carry, op, outputs.rings)
         if self.chunks[chunk].reads_embed_head:
             carry = carry._replace(**{_read_sums(carry): outputs.read_sums})
         return carry._replace(
@@ -283,16 +285,17 @@ class DeviceWork:
             statistics=outputs.statistics,
         )
 
-    def _parts(self, carry: Carry, op: Op) -> tuple[RingBuffers, ...]:
+    def _written_by(self, carry: Carry, op: Op) -> tuple[RingArrays, ...]:
         """Return the ring buffers that an op writes, of every ring group."""
-        return tuple(plan.written_by(rings, op) for plan, rings in zip(self._plans, carry.rings))
+        every = zip(self._rings, carry.rings)
+        return tuple(rings.written_by(arrays, op) for rings, arrays in every)
 
-    def _after(
-        self, carry: Carry, op: Op, parts: tuple[RingBuffers, ...]
-    ) -> tuple[RingBuffers, ...]:
-        """Return all ring buffers, with those that an op has written replaced by `parts`."""
-        every = zip(self._plans, carry.rings, parts)
-        return tuple(plan.with_written(rings, op, part) for plan, rings, part in every)
+    def _with_written(
+        self, carry: Carry, op: Op, written: tuple[RingArrays, ...]
+    ) -> tuple[RingArrays, ...]:
+        """Return all ring buffers, with those that an op has written replaced by `written`."""
+        every = zip(self._rings, carry.rings, written)
+        return tuple(rings.with_written(arrays, op, new) for rings, arrays, new in every)
 
 
 def _transfers(step: StepData) -> Transfers:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.core.contract import Aux, Context, LayerKind, LayerOutput
-from jaxpipe.core.executor.ring_buffers import NOTHING, RingBufferPlan
+from jaxpipe.core.executor.ring_buffers import RingBuffers
 from jaxpipe.core.jax_internals import keep_outputs
 from jaxpipe.core.mesh.flags import is_trained
 from jaxpipe.core.mesh.sharding import param_specs_of
@@ -19,6 +19,7 @@ from jaxpipe.core.split.ports import Weights
 from jaxpipe.core.split.split import LayerSplit, check_array, split_layer
 
 Tree = Any
+NOTHING = Residuals((), ())
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class TracedKind:
       output: shapes and dtypes of what the layer returns.
       state: shapes and dtypes of the state between sequence slices; None: no slices.
       split: the layer split into F, B and W; None: forward-only.
-      rings: the plan of its ring buffers.
+      rings: the ring buffers of the layers of a ring group.
     """
 
     name: str
@@ -39,14 +40,14 @@ class TracedKind:
     output: LayerOutput
     state: Tree
     split: LayerSplit | None
-    rings: RingBufferPlan | None = None
+    rings: RingBuffers | None = None
 
     @classmethod
     def trace(
         cls, name: str, kind: LayerKind, params: Tree, x: Any, context: Context,
         policy: Policy | None, trained: Tree = None,
     ) -> "TracedKind":  # fmt: skip
-        """Trace a layer kind; `policy` None means a forward-only pass. `with_rings` adds the plan.
+        """Trace a layer kind; `policy` None means a forward-only pass. `with_rings` adds `rings`.
 
         `trained` has a flag for every parameter in `context.embed_head`.
 
@@ -72,6 +73,11 @@ class TracedKind:
         _check_alike(name, "y", output.y, "x", x)
         _check_alike(name, "the state that it returns", output.state, "the one it is given", state)
         return cls(name, kind, output, state, split)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the layers are split into F, B and W; otherwise the pass is forward-only."""
+        return self.split is not None
 
     def loss_counts(self, params: Tree, x: Any, context: Context) -> Callable[[Tree], Tree]:
         """Return `rows -> {name: number of terms}` of a layer's auxiliary losses in a microbatch.
@@ -103,9 +109,10 @@ class TracedKind:
         return of_rows
 
     def with_rings(self, tables: Tables, layers: int = 1, *, on_host: bool = False) -> "TracedKind":
-        """Return the kind with a plan of the ring buffers of `layers` layers for these tables."""
-        rings = RingBufferPlan.of(
-            self.split, self.state, tables.rank_slots,
+        """Return the kind with ring buffers of `layers` layers for these tables."""
+        stored = (self.split.residuals, self.split.stash) if self.has_gradients else (NOTHING, ())
+        rings = RingBuffers.of(
+            *stored, self.state, tables.rank_slots,
             pairs=bool(tables.pairs), layers=layers, on_host=on_host,
         )  # fmt: skip
         return replace(self, rings=rings)
@@ -114,9 +121,9 @@ class TracedKind:
         self, params: Tree, x: jax.Array, context: Context
     ) -> tuple[LayerOutput, Residuals]:
         """Run F; in a forward-only pass it returns no residuals."""
-        if self.split is None:
-            return self.kind.layer(params, x, context), NOTHING
-        return self.split.forward(params, x, context)
+        if self.has_gradients:
+            return self.split.forward(params, x, context)
+        return self.kind.layer(params, x, context), NOTHING
 
 
 def embed_head_of(kind: LayerKind, embed_head: Tree) -> Tree:

@@ -268,8 +268,7 @@ class _UpdatingTicks:
         work, data = self.work, self.data
         own = replace(self.own, embed_head=step.embed_head, layers=step.layers)
         head, aux = jax.tree.map(lambda of_steps: of_steps[step.done], (data.head, data.aux))
-        layout, runs = self.program.layout, self.program.runs
-        chunks = own.chunks(layout, runs, work.kinds, mirrored=False)
+        chunks = own.chunks(self.program.layout, work.kinds, mirrored=False)
         data = replace(
             data, embed_head=step.embed_head, variables=step.variables, head=head, aux=aux
         )

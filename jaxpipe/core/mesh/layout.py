@@ -143,6 +143,34 @@ class StageLayout:
             rings.append(free.pop(place)[0])
         return tuple(rings)
 
+    @cached_property
+    def ring_groups(self) -> tuple[range, ...]:
+        """The ring slots that share stacked ring buffers: all of a kind if a loop runs over some.
+
+        >>> StageLayout((5, 4), kinds=("a", *"bbbb", *"bbbb"), unroll=2).ring_groups
+        (range(0, 1), range(1, 5))
+        """
+        looped = {self.slot_kinds[run.start] for run in self.runs if len(run) > 1}
+        groups: list[range] = []
+        for ring, kind in enumerate(self.ring_slot_kinds):
+            if kind in looped and groups and self.ring_slot_kinds[groups[-1].start] == kind:
+                groups[-1] = range(groups[-1].start, ring + 1)
+            else:
+                groups.append(range(ring, ring + 1))
+        return tuple(groups)
+
+    def ring_place_of(self, slot: int) -> tuple[int, int]:
+        """The ring group that a layer slot uses, and the index of its ring slot there.
+
+        >>> layout = StageLayout((5, 4), kinds=("a", *"bbbb", *"bbbb"), unroll=2)
+        >>> layout.ring_place_of(0), layout.ring_place_of(2)
+        ((0, 0), (1, 1))
+        """
+        chunks = range(len(self.chunk_kinds))
+        ring = [ring for chunk in chunks for ring in self.ring_slots_of(chunk)][slot]
+        group = next(group for group, rings in enumerate(self.ring_groups) if ring in rings)
+        return group, ring - self.ring_groups[group].start
+
     def first_ring_slots(self, layers: int) -> frozenset[int]:
         """The ring slots that the first `layers` layer slots of any chunk use.
 

@@ -13,7 +13,7 @@ from jaxpipe.core.contract import StageFunctions
 from jaxpipe.core.executor import Execution, Pipeline
 from jaxpipe.core.executor.carry import Carry
 from jaxpipe.core.executor.chunk import Chunk
-from jaxpipe.core.executor.layer_slot import LayerRun
+from jaxpipe.core.executor.layer_run import LayerRun
 from jaxpipe.core.executor.program import DeviceProgram
 from jaxpipe.core.executor.reference import StepOutput, step_ref
 from jaxpipe.core.executor.step_data import StepData

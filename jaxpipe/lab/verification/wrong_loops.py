@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxpipe.core.executor.layer_slot import LayerRun, LayerSlot, OfSlot, Passed
+from jaxpipe.core.executor.layer_run import LayerRun, OfLayer, Passed
 
 Tree = Any
 
@@ -13,7 +13,7 @@ class ForwardOrder(LayerRun):
     """A run whose gradients visit its first layer first, as F does."""
 
     def over_layers(
-        self, layer: OfSlot, passed: Passed, gathered: Tree = None, after: LayerSlot | None = None,
+        self, layer: OfLayer, passed: Passed, gathered: Tree = None, after: LayerRun | None = None,
         *, backward: bool = False, prefetch: bool = False, in_time: bool = False,
     ) -> tuple[Passed, Tree]:  # fmt: skip
         """As of `LayerRun`, but `backward` changes nothing."""

@@ -165,8 +165,7 @@ def ring_bytes(kind: LayerCosts, tables: Tables, *, on_host: bool = False) -> Ri
 
     `on_host`: whether its residuals are offloaded.
     """
-    from jaxpipe.core.executor.ring_buffers import values_by_use
-    from jaxpipe.core.executor.store import ring_lengths
+    from jaxpipe.core.executor.ring_buffers import ring_lengths, values_by_use
     from jaxpipe.core.split.crossing import Residuals
 
     waits = kind.waits

@@ -21,8 +21,8 @@ from jaxpipe.core.contract import Context, StageFunctions
 from jaxpipe.core.contract.parameter import ParamSpec
 from jaxpipe.core.executor import buffers
 from jaxpipe.core.executor.chunk import ActionInputs, BackwardOutputs, Chunk, ForwardOutputs
-from jaxpipe.core.executor.layer_slot import LayerRun
-from jaxpipe.core.executor.ring_buffers import RingBufferPlan, RingBuffers
+from jaxpipe.core.executor.layer_run import LayerRun
+from jaxpipe.core.executor.ring_buffers import RingArrays, RingBuffers
 from jaxpipe.core.executor.stage import EmbedHeadFunction, add_gradients
 from jaxpipe.core.executor.traced_kind import TracedKind, embed_head_of, empty_aux, empty_statistics
 from jaxpipe.core.mesh.flags import is_trained
@@ -170,7 +170,8 @@ def _loops(
     context = Context(microbatch, index, None, functions.variables, embed_head)
     trained = is_trained(param_specs_of(functions.embed_head_specs, embed_head, of_layer=False))
     kind = TracedKind.trace("layer", kind, layers[0], x, context, policy, trained)
-    plan = RingBufferPlan.of(kind.split, kind.state, [_EVERY], pairs=False)
+    stored = kind.split.residuals, kind.split.stash
+    plan = RingBuffers.of(*stored, kind.state, [_EVERY], pairs=False)
     kind = replace(kind, rings=plan)
     rings = tuple(_filled(plan.empty(slot)) for slot in range(len(layers)))
     zeros = _zeros(layers), embed_head_of(kind.kind, _zeros(embed_head))
@@ -202,8 +203,8 @@ def _loops(
             before = BackwardOutputs(dy, parts, totals, observed, read)
             outputs = chunk(fixed).gradient(
                 op, of_microbatch(fixed, row), before,
-                lambda slot, part: plan.read(
-                    plan.with_written(rings[slot.ring], op, part), row, op, slot.place
+                lambda layer, part: plan.read(
+                    plan.with_written(rings[layer.ring], op, part), row, op, layer.first
                 ),
             )  # fmt: skip
             after = (plan.with_written(own, op, part) for own, part in zip(rings, outputs.rings))
@@ -267,7 +268,7 @@ def _copied(tree: Tree) -> Tree:
     return jax.tree.map(jnp.copy, tree)
 
 
-def _filled(rings: RingBuffers) -> RingBuffers:
+def _filled(rings: RingArrays) -> RingArrays:
     return jax.tree.map(lambda ring: jnp.full_like(ring, 0.01), rings)
 
 

@@ -10,8 +10,7 @@ from programs import LAYERS_EACH, compiled, dot_flops, executed_flops, traced
 from toy import KIND, TOY, toy_batch, toy_params
 
 from jaxpipe.core.contract import Context
-from jaxpipe.core.executor.ring_buffers import values_by_use
-from jaxpipe.core.executor.store import ring_lengths
+from jaxpipe.core.executor.ring_buffers import ring_lengths, values_by_use
 from jaxpipe.core.schedule import Lockstep, lower
 from jaxpipe.core.split.split import split_layer
 from jaxpipe.schedules import BUILDERS

@@ -1,0 +1,211 @@
+"""The layers of a run on one pipeline rank, each of them alone, and the loop over them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpipe.core.executor import buffers
+from jaxpipe.core.executor.traced_kind import TracedKind
+from jaxpipe.core.mesh import DP, ParamSharding
+from jaxpipe.core.split.ports import Weights
+
+Tree = Any
+Passed = tuple[Any, ...]
+Layer = Callable[..., Passed]  # (*passed) -> passed
+OfLayer = Callable[..., Passed]  # (LayerRun.at(i), params, *passed) -> passed
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """Layers of one kind that a loop executes on a pipeline rank (`StageLayout.runs`), or one.
+
+    Attributes:
+      kind: their traced kind.
+      params: parameters, `[n, ...]` for n > 1 layers, or this device's shards of them where
+        `shardings` is set.
+      index: indices of the layers in the model, int32 `[n]`; a scalar of one layer (`at`).
+      active: whether each layer slot holds a layer on this pipeline rank, `[n]` or a scalar; None:
+        all do on every rank.
+      ring: index of the ring group that they use.
+      first: index of the first layer in the ring group.
+      row: index of one layer in the stacked gradient sums of its run; None: not stacked.
+      grad_sums: shapes and dtypes of the gradient sums; None for frozen parameters.
+      shardings: `ParamSharding` of every parameter with `reshard_after_forward`: every action then
+        gathers a layer when it needs it, and accumulates gradient shards; None: gathered already.
+      reduce: reduces the run's gradient sums over data-parallel replicas to this device's shards.
+      reduce_dtype: dtype in which an action reduces gradients over replicas; None: their own.
+      unroll: layers in one iteration of a loop over them.
+    """
+
+    kind: TracedKind
+    params: Tree
+    index: jax.Array
+    active: jax.Array | None
+    ring: int
+    first: int | jax.Array = 0
+    row: int | jax.Array | None = None
+    grad_sums: Tree = None
+    shardings: Tree = None
+    reduce: Callable[[Tree], Tree] = lambda total: total
+    reduce_dtype: Any = None
+    unroll: int = 1
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.index)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the residuals of the layers are stored in host memory."""
+        return self.kind.rings.on_host
+
+    def at(self, layer: int | jax.Array) -> "LayerRun":
+        """Return one of the layers alone."""
+        is_alone = self.layers == 1
+        return replace(
+            self,
+            params=self.params if is_alone else buffers.read(self.params, layer),
+            index=buffers.read(self.index, layer),
+            active=None if self.active is None else buffers.read(self.active, layer),
+            first=self.first + layer,
+            row=None if is_alone else layer,
+        )
+
+    def end(self, *, backward: bool) -> "LayerRun":
+        """Return the layer that an action runs first: the last one in `backward` order."""
+        return self.at(self.layers - 1 if backward else 0)
+
+    def gather_params(self) -> Tree:
+        """Return the parameters of this one layer, all-gathered where `shardings` is set."""
+        if self.shardings is None:
+            return self.params
+        return jax.tree.map(
+            lambda sharding, shard: sharding.gather_for_compute(shard), self.shardings, self.params
+        )
+
+    def add_gradients(
+        self, totals: Tree, read: Tree, gradients: Weights, counts: jax.Array | None = None
+    ) -> tuple[Tree, Tree]:
+        """Return totals of the run, and of embedding and head, plus gradients of this one layer.
+
+        Totals keep their dtypes. A None gradient adds nothing, and a frozen parameter has neither.
+        With `shardings`, a gradient of a dp-sharded parameter is reduced over replicas first.
+
+        Args:
+          totals: gradient accumulators of the run.
+          read: those of embedding and head; None: the layer does not read them.
+          gradients: of the layer.
+          counts: a flag without which the totals stay as they are; None: it is set. Only the
+            layer's own row is selected: selecting all of a run afterwards would take a second
+            accumulator.
+        """
+
+        def add(total: jax.Array, gradient: jax.Array | None) -> jax.Array:
+            if gradient is None:
+                return total
+            added = total + gradient.astype(total.dtype)
+            return added if counts is None else jnp.where(counts, added, total)
+
+        def add_to_row(
+            total: jax.Array, gradient: jax.Array | None, *sharding: ParamSharding
+        ) -> jax.Array:
+            if gradient is None:
+                return total
+            gradient = gradient.astype(total.dtype)
+            for stored in sharding:
+                if stored.dim_of(DP) is not None:
+                    gradient = stored.reduce_over_replicas(
+                        gradient, stored.zero_axes, self.reduce_dtype
+                    )
+            if self.row is None:
+                return add(total, gradient)
+            return buffers.write(total, add(buffers.read(total, self.row), gradient), self.row)
+
+        shardings = () if self.shardings is None else (self.shardings,)
+        totals = jax.tree.map(add_to_row, totals, gradients.params, *shardings, is_leaf=_is_none)
+        if read is None:
+            return totals, None
+        return totals, jax.tree.map(add, read, gradients.embed_head, is_leaf=_is_none)
+
+    def run_if_active(self, layer: Layer, passed: Passed) -> Passed:
+        """Run this one layer, or return `passed` where its slot is empty on this rank."""
+        if self.active is None:
+            return layer(*passed)
+        return lax.cond(self.active, lambda: layer(*passed), lambda: passed)
+
+    def run_and_prefetch(
+        self, after: "LayerRun | None", layer: Layer, passed: Passed
+    ) -> tuple[Passed, Tree]:
+        """Return `run_if_active` and the gathered parameters of the layer that runs `after`.
+
+        A barrier ties the gather to the first of `passed`, x or dy, so it cannot start before this
+        layer does and at most two layers are gathered at once. None where nothing is gathered.
+        """
+        if after is None or after.shardings is None:
+            return self.run_if_active(layer, passed), None
+        x, shards = lax.optimization_barrier((passed[0], after.params))
+        gathered = replace(after, params=shards).gather_params()
+        return self.run_if_active(layer, (x, *passed[1:])), gathered
+
+    def over_layers(
+        self, layer: OfLayer, passed: Passed, gathered: Tree = None,
+        after: "LayerRun | None" = None,
+        *, backward: bool = False, prefetch: bool = False, in_time: bool = False,
+    ) -> tuple[Passed, Tree]:  # fmt: skip
+        """Run `layer(one, params, *passed)`, which returns `passed` updated, on every layer.
+
+        Several layers are one loop. With `prefetch`, where layers are gathered in every action, it
+        hands on the parameters of the next layer, gathered while a layer runs; the last layer then
+        stands behind the loop and gathers for `after`.
+
+        Args:
+          layer: an action on one layer; the first of `passed` is x or dy.
+          passed: what the first layer gets.
+          gathered: parameters of the first layer if gathered already.
+          after: the layer that the action runs next; None: this is the last run.
+          backward: run the last layer first.
+          prefetch: gather parameters one layer ahead.
+          in_time: a layer's gather must end when the layer before it does.
+
+        Returns:
+          `passed` after the last layer, and the gathered parameters of `after` or None.
+        """
+        last, ahead = self.layers - 1, prefetch and self.shardings is not None
+
+        def run_one(step: int | jax.Array, passed: Passed, gathered: Tree, after: Any) -> Any:
+            one = self.at(last - step if backward else step)
+
+            def on_params(*passed: Any) -> Passed:
+                params = one.gather_params() if gathered is None else gathered
+                return layer(one, params, *passed)
+
+            passed, of_next = one.run_and_prefetch(after, on_params, passed)
+            if in_time and of_next is not None:
+                x, of_next = lax.optimization_barrier((passed[0], of_next))
+                passed = x, *passed[1:]
+            return passed, of_next
+
+        def run_and_gather_next(step: jax.Array, state: tuple[Passed, Tree]) -> tuple[Passed, Tree]:
+            return run_one(step, *state, self.at(last - step - 1 if backward else step + 1))
+
+        def run_alone(step: jax.Array, passed: Passed) -> Passed:
+            return run_one(step, passed, None, None)[0]
+
+        if not last:
+            return run_one(0, passed, gathered, after if ahead else None)
+        if not ahead:
+            return lax.fori_loop(0, self.layers, run_alone, passed, unroll=self.unroll), None
+        if gathered is None:
+            gathered = self.end(backward=backward).gather_params()
+        state = passed, gathered
+        passed, gathered = lax.fori_loop(0, last, run_and_gather_next, state, unroll=self.unroll)
+        return run_one(last, passed, gathered, after)
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
