@@ -25,6 +25,13 @@ Tree = Any
 class EmbedHead:
     """Embedding and head of a device's program.
 
+    They run on the pipeline ranks of the first and last stage, next to F and B (`run_head` and
+    `run_weight_gradients`), or with the vocabulary sharded over pp on all of them together
+    (`run_on_all_ranks`). In the latter case the collectives over pp run inside conds that all
+    pipeline ranks enter together, because the columns of these conds are equal on every rank. The
+    input is broadcast from the rank that has it (by an all-reduce with zeros); the rank that reads
+    a result stores it in its inbox.
+
     Attributes:
       embed, head: the model's functions.
       outputs: `StageFunctions.outputs`.
@@ -47,51 +54,7 @@ class EmbedHead:
         loss = jax.eval_shape(self.head.function, shared, x, rows)
         return loss, outputs and jax.eval_shape(outputs, shared, x, rows)
 
-    def after_receiving(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
-        """Run the part that precedes the actions of a tick, if any."""
-        return carry
-
-    def after_forward(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
-        """Run the part that follows F, if any."""
-        return carry
-
-    def after_gradient(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
-        """Run the part that follows B, W or BW, if any."""
-        return carry
-
-    def _loss(
-        self, step: StepData, y: jax.Array, rows: Tree, totals: Tree
-    ) -> tuple[jax.Array, jax.Array, Tree]:
-        """Return the loss, the gradient at y, and `totals` with the head's gradients added."""
-        if not step.tables.has_gradients:
-            return self.head.function(step.embed_head, y, rows), y, totals
-        context = _context(step, rows)
-        output, residuals = self.split.forward(None, y, context)
-        dy, used = self.split.backward(None, context, residuals, _seed(step, output.y))
-        return output.y, dy.value, add_gradients(totals, used.embed_head)
-
-    def _with_outputs(
-        self, step: StepData, outputs: Tree, y: jax.Array, m: jax.Array, here: Any = True
-    ) -> Tree:
-        """Write the model outputs of microbatch m; zeros unless `here` is true on this rank."""
-        if self.outputs is None:
-            return outputs
-        of_microbatch = self.outputs(step.embed_head, y, step.rows(m))
-        return jax.tree.map(
-            lambda every, own: buffers.write(every, jnp.where(here, own, 0), m),
-            outputs,
-            of_microbatch,
-        )
-
-    def _embed_gradient(self, step: StepData, dx: jax.Array, rows: Tree, totals: Tree) -> Tree:
-        """Return `totals` with the embedding's gradients added."""
-        return add_gradients(totals, self.embed.gradients(step.embed_head, rows, dx))
-
-
-class EndStageEmbedHead(EmbedHead):
-    """Embedding and head on the pipeline ranks of the first and last stage, next to F and B."""
-
-    def after_forward(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
+    def run_head(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
         """Compute the loss after the last layer; its gradient replaces y in the carry."""
         m = row.forward_mb
 
@@ -112,11 +75,11 @@ class EndStageEmbedHead(EmbedHead):
             losses=losses, y=y, embed_head_gradients=gradients, head_ring=ring, outputs=outputs
         )
 
-    def after_gradient(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
+    def run_weight_gradients(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
         """Compute the head's deferred weight gradients and the embedding's gradients."""
         if step.tables.slots.head:
-            carry = self._head_weight(step, carry, row)
-        return self._gradient_of_embedding(step, carry, row) if step.tables.has_gradients else carry
+            carry = self._run_head_weight(step, carry, row)
+        return self._run_embed_gradient(step, carry, row) if step.tables.has_gradients else carry
 
     def _loss_without_weights(
         self, step: StepData, carry: Carry, rows: Tree, row: TableRow
@@ -129,7 +92,7 @@ class EndStageEmbedHead(EmbedHead):
         totals = add_gradients(carry.embed_head_gradients, used.embed_head)
         return output.y, dy.value, totals, ring
 
-    def _head_weight(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
+    def _run_head_weight(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
         """Run W of the head where its weight gradients are deferred."""
 
         def run() -> Tree:
@@ -143,15 +106,15 @@ class EndStageEmbedHead(EmbedHead):
         )
         return carry._replace(embed_head_gradients=gradients)
 
-    def _gradient_of_embedding(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
+    def _run_embed_gradient(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
         """Add the embedding's gradient, from this tick's dx of stage 0 or a deferred one."""
-        waited = step.tables.slots.embed
-        if waited:
+        deferred = step.tables.slots.embed
+        if deferred:
             ring = buffers.write(carry.embed_ring, carry.dx, row.dx_write)
             carry = carry._replace(embed_ring=ring)
 
         def run() -> Tree:
-            dx = buffers.read(carry.embed_ring, row.dx_read) if waited else carry.dx
+            dx = buffers.read(carry.embed_ring, row.dx_read) if deferred else carry.dx
             rows, totals = step.rows(row.gradient_mb), carry.embed_head_gradients
             if row.steps is not None:
                 totals = self.embed.reset(totals, row.steps.first_embed_gradient > 0)
@@ -162,16 +125,7 @@ class EndStageEmbedHead(EmbedHead):
         )
         return carry._replace(embed_head_gradients=gradients)
 
-
-class VocabParallelEmbedHead(EmbedHead):
-    """Embedding and head with the vocabulary sharded over pp: all ranks compute them together.
-
-    The collectives over pp run inside conds that all pipeline ranks enter together, because the
-    columns of these conds are equal on every rank. The input is broadcast from the rank that has it
-    (by an all-reduce with zeros); the rank that reads a result stores it in its inbox.
-    """
-
-    def after_receiving(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
+    def run_on_all_ranks(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
         """Compute loss and embedding gradient for the last tick, and the embedding for this one."""
         tables = step.tables
         for k, rank in enumerate(tables.last_ranks):
@@ -192,7 +146,7 @@ class VocabParallelEmbedHead(EmbedHead):
             loss, dy, gradients = self._loss(step, y, step.rows(m), carry.embed_head_gradients)
             losses = step.head.recorded(carry.losses, jnp.where(here, loss, 0), m)
             outputs = self._with_outputs(step, carry.outputs, y, m, here)
-            return losses, _stored(step, carry.inbox, dy, here, slot), gradients, outputs
+            return losses, _write_inbox(step, carry.inbox, dy, here, slot), gradients, outputs
 
         passed = carry.losses, carry.inbox, carry.embed_head_gradients, carry.outputs
         losses, inbox, gradients, outputs = step.choose(
@@ -226,12 +180,39 @@ class VocabParallelEmbedHead(EmbedHead):
 
         def run() -> jax.Array:
             x = self.embed.function(step.embed_head, step.rows(m))
-            return _stored(step, carry.inbox, x, lax.axis_index(PP) == rank, slot)
+            return _write_inbox(step, carry.inbox, x, lax.axis_index(PP) == rank, slot)
 
         inbox = step.choose(
             lambda row: row.vocab_parallel.embed[k] > 0, row, run, lambda: carry.inbox
         )
         return carry._replace(inbox=inbox)
+
+    def _loss(
+        self, step: StepData, y: jax.Array, rows: Tree, totals: Tree
+    ) -> tuple[jax.Array, jax.Array, Tree]:
+        """Return the loss, the gradient at y, and `totals` with the head's gradients added."""
+        if not step.tables.has_gradients:
+            return self.head.function(step.embed_head, y, rows), y, totals
+        context = _context(step, rows)
+        output, residuals = self.split.forward(None, y, context)
+        dy, used = self.split.backward(None, context, residuals, _seed(step, output.y))
+        return output.y, dy.value, add_gradients(totals, used.embed_head)
+
+    def _with_outputs(
+        self, step: StepData, outputs: Tree, y: jax.Array, m: jax.Array, here: Any = True
+    ) -> Tree:
+        """Write the model outputs of microbatch m; zeros unless `here` is true on this rank."""
+        if self.outputs is None:
+            return outputs
+        of_microbatch = self.outputs(step.embed_head, y, step.rows(m))
+        return jax.tree.map(
+            lambda ring, value: buffers.write(ring, jnp.where(here, value, 0), m),
+            outputs, of_microbatch,
+        )  # fmt: skip
+
+    def _embed_gradient(self, step: StepData, dx: jax.Array, rows: Tree, totals: Tree) -> Tree:
+        """Return `totals` with the embedding's gradients added."""
+        return add_gradients(totals, self.embed.gradients(step.embed_head, rows, dx))
 
 
 def _context(step: StepData, rows: Tree) -> Context:
@@ -243,7 +224,7 @@ def _seed(step: StepData, loss: jax.Array) -> Cotangent:
     return Cotangent(jnp.broadcast_to(step.head.seed.astype(loss.dtype), loss.shape))
 
 
-def _stored(
+def _write_inbox(
     step: StepData, inbox: jax.Array, value: jax.Array, here: jax.Array, slot: jax.Array
 ) -> jax.Array:
     """Write a value to an inbox slot where `here` is true, elsewhere to the dummy slot."""

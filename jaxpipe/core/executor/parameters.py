@@ -44,37 +44,32 @@ class DeviceParameters:
 
     @classmethod
     def gather(
-        cls, params: Tree, stored: Tree, execution: Execution, *, for_layers: bool = False
+        cls, params: Tree, shardings: Tree, execution: Execution, *, for_layers: bool = False
     ) -> "DeviceParameters":
         """Cast and all-gather this device's shards of `params`, inside the `shard_map`.
 
         `for_layers`: whether layers read embedding and head.
         """
-        stored = stored | {
-            "layers": jax.tree.map(lambda leaf: leaf.without_leading_axis, stored["layers"])
-        }
+        of_layers = jax.tree.map(lambda leaf: leaf.without_leading_axis, shardings["layers"])
+        shardings = shardings | {"layers": of_layers}
         masters = params | {"layers": jax.tree.map(lambda leaf: leaf[0], params["layers"])}
-        dtype = execution.compute_dtype
-        cast = masters
-        if dtype is not None:
-            is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
-            cast = jax.tree.map(
-                lambda leaf: leaf.astype(dtype) if is_float(leaf) else leaf, masters
-            )
+        cast = jax.tree.map(partial(_cast_float, dtype=execution.compute_dtype), masters)
         layers = cast["layers"]
         if not execution.reshard_after_forward:
-            layers = _whole(stored["layers"], layers)
-        embed_head, read = _whole(stored["embed_head"], cast["embed_head"]), None
+            layers = _gather_for_compute(of_layers, layers)
+        embed_head = _gather_for_compute(shardings["embed_head"], cast["embed_head"])
+        read = None
         if for_layers:
-            over_pp = lambda how, leaf: how.as_consumed.gather(leaf, {PP})  # noqa: E731
-            read = jax.tree.map(over_pp, stored["embed_head"], embed_head)
-        return cls(execution, stored, masters, embed_head, read, layers)
+            read = jax.tree.map(_gather_over_pp, shardings["embed_head"], embed_head)
+        return cls(execution, shardings, masters, embed_head, read, layers)
 
     def layer_shapes(self, run: int, layers: int) -> Tree:
         """Return the shapes of one layer of a run of `layers`, gathered for compute."""
         shapes = jax.eval_shape(lambda tree: tree, self.layers[run])
         if self.execution.reshard_after_forward:
-            shapes = jax.eval_shape(partial(_whole, self.shardings["layers"][run]), shapes)
+            shapes = jax.eval_shape(
+                partial(_gather_for_compute, self.shardings["layers"][run]), shapes
+            )
         if layers == 1:
             return shapes
         return jax.tree.map(lambda like: jax.ShapeDtypeStruct(like.shape[1:], like.dtype), shapes)
@@ -146,87 +141,108 @@ class DeviceParameters:
         }
 
     def gradients(
-        self, shared: Tree, layers: tuple[tuple[Tree, ...], ...], read: Tree, *, reduced: bool
+        self, embed_head: Tree, layers: tuple[tuple[Tree, ...], ...], read: Tree, *, reduced: bool
     ) -> Tree:
         """Reduce the gradient sums of the last tick to this device's gradient shards.
 
         Args:
-          shared: gradient sums of embedding and head.
+          embed_head: gradient sums of embedding and head.
           layers: gradient sums by chunk and run.
-          read: gradient sums at `embed_head_of_layers`; None: layers have added theirs to `shared`.
+          read: gradient sums at `embed_head_of_layers`; None: layers have added theirs to
+            `embed_head`.
           reduced: the sums of layers are already reduced over replicas.
 
         Returns:
           Gradients sharded like the parameters, layers with the axis of pipeline ranks; None for
           frozen parameters.
         """
-        home = self._add_mirrored(layers)
+        runs = self._with_mirrored(layers)
         if read is not None:
-            shared = jax.tree.map(_with_read, self.shardings["embed_head"], shared, read)
+            embed_head = jax.tree.map(_with_read, self.shardings["embed_head"], embed_head, read)
         if not reduced:
-            home = tuple(map(self._reduce_run, self.shardings["layers"], home))
+            runs = tuple(map(self._reduce_run, self.shardings["layers"], runs))
         return {
-            "embed_head": _map_sums(self._reduce_embed_head, self.shardings["embed_head"], shared),
-            "layers": jax.tree.map(lambda gradient: gradient[None], home),
+            "embed_head": _map_sums(
+                self._reduce_embed_head, self.shardings["embed_head"], embed_head
+            ),
+            "layers": jax.tree.map(lambda gradient: gradient[None], runs),
         }
 
-    def _reduce_run(self, stored: Tree, total: Tree) -> Tree:
+    def _reduce_run(self, shardings: Tree, sums: Tree) -> Tree:
         """Reduce the gradient sums of a run to this device's shards."""
-        return _map_sums(lambda s, g: self._reduced(s, g, self._unreduced(s)), stored, total)
+        return _map_sums(self._reduce_layer_gradient, shardings, sums)
 
-    def _add_mirrored(self, gradients: tuple[tuple[Tree, ...], ...]) -> tuple[Tree, ...]:
+    def _reduce_layer_gradient(self, sharding: ParamSharding, gradient: jax.Array) -> jax.Array:
+        """Reduce a gradient of a run over the axes that actions have not reduced it over."""
+        axes = set(sharding.grad_reduce_axes)
+        if self.execution.reshard_after_forward and sharding.dim_of(DP) is not None:
+            axes -= set(sharding.zero_axes)
+        return self._reduce(sharding, gradient, axes)
+
+    def _with_mirrored(self, gradients: tuple[tuple[Tree, ...], ...]) -> tuple[Tree, ...]:
         """Return the gradient sums of this rank's runs, with those of mirrored copies added."""
-        flat = tuple(tree for chunk in gradients for tree in chunk)
-        own, mirrored = flat[: len(self.layers)], flat[len(self.layers) :]
-        return jax.tree.map(jnp.add, own, _mirror(mirrored)) if mirrored else own
+        runs = tuple(run for chunk in gradients for run in chunk)
+        runs, mirrored = runs[: len(self.layers)], runs[len(self.layers) :]
+        return jax.tree.map(jnp.add, runs, _mirror(mirrored)) if mirrored else runs
 
-    def _reduce_embed_head(self, stored: ParamSharding, gradient: jax.Array) -> jax.Array:
+    def _reduce_embed_head(self, sharding: ParamSharding, gradient: jax.Array) -> jax.Array:
         """Reduce a gradient of embedding or head to this device's shard.
 
         Over pp it is partial and summed, or a shard already, or equal on all ranks and sharded.
         """
-        if PP not in stored.param.sharded_axes | set(stored.param.partial_grad_axes):
-            gradient = stored.shard(gradient, {PP})
-        summed = {PP} & set(stored.param.partial_grad_axes)
-        return self._reduced(stored, gradient, summed | set(stored.grad_reduce_axes))
+        if PP not in sharding.param.sharded_axes | set(sharding.param.partial_grad_axes):
+            gradient = sharding.shard(gradient, {PP})
+        summed = {PP} & set(sharding.param.partial_grad_axes)
+        return self._reduce(sharding, gradient, summed | set(sharding.grad_reduce_axes))
 
-    def _unreduced(self, stored: ParamSharding) -> set[str]:
-        """Return the axes over which a layer's gradient must be summed after the last tick."""
-        scattered = self.execution.reshard_after_forward and stored.dim_of(DP) is not None
-        return set(stored.grad_reduce_axes).difference(stored.zero_axes if scattered else ())
-
-    def _reduced(self, stored: ParamSharding, gradient: jax.Array, axes: set[str]) -> jax.Array:
+    def _reduce(self, sharding: ParamSharding, gradient: jax.Array, axes: set[str]) -> jax.Array:
         """Return the shard of a gradient summed over `axes`, and over tp where it is partial."""
-        if TP in stored.param.partial_grad_axes:
+        if TP in sharding.param.partial_grad_axes:
             gradient = lax.psum(gradient, TP)
-        replicas, how = axes.intersection(REPLICA_AXES), self.execution
-        if how.zero_stage != 1 and how.grad_reduce_dtype is None:
-            return stored.reduce_scatter(gradient, axes)
-        gradient = stored.reduce_scatter(gradient, axes - replicas)
-        return stored.reduce_over_replicas(
-            gradient, replicas, how.grad_reduce_dtype, scatter=how.zero_stage != 1
-        )
+        zero_stage, dtype = self.execution.zero_stage, self.execution.grad_reduce_dtype
+        if zero_stage != 1 and dtype is None:
+            return sharding.reduce_scatter(gradient, axes)
+        replicas = axes.intersection(REPLICA_AXES)
+        gradient = sharding.reduce_scatter(gradient, axes - replicas)
+        return sharding.reduce_over_replicas(gradient, replicas, dtype, scatter=zero_stage != 1)
 
 
-def _sum_shapes(sharding: Tree, values: Tree, masters: Tree) -> Tree:
+def _cast_float(leaf: jax.Array, dtype: Any) -> jax.Array:
+    """Return a floating-point array in a dtype (None: unchanged), and any other as it is."""
+    if dtype is None or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    return leaf.astype(dtype)
+
+
+def _gather_for_compute(shardings: Tree, shards: Tree) -> Tree:
+    """All-gather parameters for compute from this device's shards."""
+    return jax.tree.map(
+        lambda sharding, shard: sharding.gather_for_compute(shard), shardings, shards
+    )
+
+
+def _gather_over_pp(sharding: ParamSharding, leaf: jax.Array) -> jax.Array:
+    """All-gather a parameter of embedding or head over pp, if they consume it sharded over pp."""
+    return sharding.as_consumed.gather(leaf, {PP})
+
+
+def _sum_shapes(shardings: Tree, values: Tree, masters: Tree) -> Tree:
     """Return the shapes of `values` in the dtypes of `masters`; None for frozen parameters."""
     shapes = jax.tree.map(
         lambda value, leaf: jax.ShapeDtypeStruct(value.shape, leaf.dtype), values, masters
     )
-    return select(is_trained(sharding), shapes)
+    return select(is_trained(shardings), shapes)
 
 
-def _whole(stored: Tree, shards: Tree) -> Tree:
-    """All-gather parameters for compute from this device's shards."""
-    return jax.tree.map(lambda how, leaf: how.gather_for_compute(leaf), stored, shards)
-
-
-def _map_sums(reduce: Callable[..., jax.Array], stored: Tree, sums: Tree) -> Tree:
+def _map_sums(reduce: Callable[..., jax.Array], shardings: Tree, sums: Tree) -> Tree:
     """Apply a function of a `ParamSharding` and a gradient sum; a frozen parameter has no sum."""
-    return jax.tree.map(lambda how, g: None if g is None else reduce(how, g), stored, sums)
+    return jax.tree.map(
+        lambda sharding, gradient: None if gradient is None else reduce(sharding, gradient),
+        shardings, sums,
+    )  # fmt: skip
 
 
-def _with_read(stored: ParamSharding, total: Any, read: jax.Array | None) -> Any:
+def _with_read(sharding: ParamSharding, total: Any, read: jax.Array | None) -> Any:
     """Add the gradient sum of the layers that read a parameter to that of embedding and head.
 
     The sum of a pipeline rank's layers is partial over pp. That of embedding and head is, too, or
@@ -234,8 +250,8 @@ def _with_read(stored: ParamSharding, total: Any, read: jax.Array | None) -> Any
     """
     if read is None:
         return total
-    if PP not in stored.param.partial_grad_axes:
-        read = stored.as_consumed.reduce_scatter(read, {PP})
+    if PP not in sharding.param.partial_grad_axes:
+        read = sharding.as_consumed.reduce_scatter(read, {PP})
     return total + read
 
 

@@ -11,11 +11,7 @@ from jax import lax
 
 from jaxpipe.core.contract import Aux, Context, StageFunctions
 from jaxpipe.core.executor.carry import Carry
-from jaxpipe.core.executor.embed_head import (
-    EmbedHead,
-    EndStageEmbedHead,
-    VocabParallelEmbedHead,
-)
+from jaxpipe.core.executor.embed_head import EmbedHead
 from jaxpipe.core.executor.execution import Execution
 from jaxpipe.core.executor.fingerprint import fingerprint
 from jaxpipe.core.executor.parameters import DeviceParameters
@@ -186,9 +182,7 @@ class DeviceProgram:
         functions, shared = self.functions, step.embed_head
         trained = is_trained(self.shardings["embed_head"])
         head = EmbedHeadFunction.trace(functions.head, trained, shared, x, rows)
-        return (
-            VocabParallelEmbedHead if self.tables.lockstep.vocab_parallel else EndStageEmbedHead
-        )(
+        return EmbedHead(
             embed=EmbedHeadFunction.trace(functions.embed, trained, shared, rows),
             head=head,
             outputs=functions.outputs,

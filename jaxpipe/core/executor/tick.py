@@ -121,7 +121,9 @@ class DeviceWork:
                 carry.y, carry.dx, carry.arriving, carry.inbox, row
             )
         carry = carry._replace(arriving=arriving, inbox=inbox)
-        carry = self.embed_head.after_receiving(step, carry, row)
+        vocab_parallel = tables.lockstep.vocab_parallel
+        if vocab_parallel:
+            carry = self.embed_head.run_on_all_ranks(step, carry, row)
         if step.poison:
             nothing = jnp.full_like(carry.y, jnp.nan)
             carry = carry._replace(y=nothing, dx=nothing if tables.has_gradients else None)
@@ -132,13 +134,15 @@ class DeviceWork:
         for chunk in tables.forwards:
             with jax.named_scope(f"F_chunk{chunk}"):
                 carry = self._forward(step, carry, row, chunk + 1 == row.F, chunk)
-        carry = self.embed_head.after_forward(step, carry, row)
+        if not vocab_parallel:
+            carry = self.embed_head.run_head(step, carry, row)
         for op, chunk in tables.gradients:
             with jax.named_scope(f"{op.name}_chunk{chunk}"):
                 carry = self._gradient(
                     step, carry, row, row.chunk_column(op) == chunk + 1, op, chunk
                 )
-        carry = self.embed_head.after_gradient(step, carry, row)
+        if not vocab_parallel:
+            carry = self.embed_head.run_weight_gradients(step, carry, row)
         return poison_read_slots(carry, row, tables, self._rings) if step.poison else carry
 
     def _forward(
