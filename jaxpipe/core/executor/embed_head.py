@@ -50,9 +50,9 @@ class EmbedHead:
 
         `x` and `rows` are shapes and dtypes of the head's inputs.
         """
-        shared, outputs = step.embed_head, self.outputs
-        loss = jax.eval_shape(self.head.function, shared, x, rows)
-        return loss, outputs and jax.eval_shape(outputs, shared, x, rows)
+        inputs = step.embed_head, x, rows
+        loss = jax.eval_shape(self.head.function, *inputs)
+        return loss, self.outputs and jax.eval_shape(self.outputs, *inputs)
 
     def run_head(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
         """Compute the loss after the last layer; its gradient replaces y in the carry."""

@@ -7,6 +7,7 @@ differ only by how XLA rounds within fusions.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -45,12 +46,24 @@ def run_paired(
         if hook is None:
             f_outputs, b_outputs = ahead(f_outputs), back(b_outputs)
         else:
-            run = lambda y, f_outputs=f_outputs, layer=ahead: layer(f_outputs._replace(y=y))  # noqa: E731
-            undo = lambda dx, b_outputs=b_outputs, layer=back: layer(b_outputs._replace(dx=dx))  # noqa: E731
-            f_outputs, b_outputs = run_in_rounds((run, f_outputs.y), (undo, b_outputs.dx), hook)
+            run_f = partial(_run_on_y, ahead, f_outputs)
+            run_b = partial(_run_on_dy, back, b_outputs)
+            f_outputs, b_outputs = run_in_rounds((run_f, f_outputs.y), (run_b, b_outputs.dx), hook)
             y, dx = lax.optimization_barrier((f_outputs.y, b_outputs.dx))
             f_outputs, b_outputs = f_outputs._replace(y=y), b_outputs._replace(dx=dx)
     return run_in_order(forward[together:], f_outputs), run_in_order(gradient[together:], b_outputs)
+
+
+def _run_on_y(
+    layer: Callable[[ForwardOutputs], ForwardOutputs], before: ForwardOutputs, y: jax.Array
+) -> ForwardOutputs:
+    return layer(before._replace(y=y))
+
+
+def _run_on_dy(
+    layer: Callable[[BackwardOutputs], BackwardOutputs], before: BackwardOutputs, dy: jax.Array
+) -> BackwardOutputs:
+    return layer(before._replace(dx=dy))
 
 
 def run_in_rounds(forward: Work, gradient: Work, hook: Callable[[Names, Names], Any]) -> list[Tree]:

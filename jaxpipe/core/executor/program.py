@@ -179,14 +179,14 @@ class DeviceProgram:
 
     def _embed_head(self, step: StepData, x: Any, rows: Tree) -> EmbedHead:
         """Trace embedding and head at the shapes of `x` and `rows`."""
-        functions, shared = self.functions, step.embed_head
+        functions, params = self.functions, step.embed_head
         trained = is_trained(self.shardings["embed_head"])
-        head = EmbedHeadFunction.trace(functions.head, trained, shared, x, rows)
+        head = EmbedHeadFunction.trace(functions.head, trained, params, x, rows)
         return EmbedHead(
-            embed=EmbedHeadFunction.trace(functions.embed, trained, shared, rows),
+            embed=EmbedHeadFunction.trace(functions.embed, trained, params, rows),
             head=head,
             outputs=functions.outputs,
-            split=head.split(shared, x, rows) if self.tables.has_gradients else None,
+            split=head.split(params, x, rows) if self.tables.has_gradients else None,
         )
 
 

@@ -25,40 +25,42 @@ class EmbedHeadFunction:
 
     @classmethod
     def trace(
-        cls, function: Callable[..., jax.Array], trained: Tree, shared: Tree, *args: Any
+        cls, function: Callable[..., jax.Array], trained: Tree, embed_head: Tree, *args: Any
     ) -> "EmbedHeadFunction":
-        """Find the trained leaves of `shared` that `function(shared, *args)` reads, by tracing it.
+        """Find the trained parameters that `function(embed_head, *args)` reads, by tracing it.
 
-        `trained` has a flag for every leaf.
+        `trained` has a flag for every parameter.
         """
-        closed, (leaves, *_), _ = trace_labelled(function, shared, *args)
+        closed, (leaves, *_), _ = trace_labelled(function, embed_head, *args)
         read = set(reads(closed.jaxpr.eqns, closed.jaxpr.outvars))
         return cls(
             function, jax.tree.map(lambda flag, leaf: flag and leaf in read, trained, leaves)
         )
 
-    def split(self, shared: Tree, x: Any, rows: Tree) -> LayerSplit:
-        """Split `function` as a layer without parameters that reads `shared`; the loss is its y."""
+    def split(self, embed_head: Tree, x: Any, rows: Tree) -> LayerSplit:
+        """Split `function` as a layer without parameters; its y is the loss."""
 
         def layer(params: None, x: jax.Array, context: Context) -> LayerOutput:
             return LayerOutput(self.function(context.embed_head, x, context.rows))
 
-        context = Context(rows, embed_head=shared)
+        context = Context(rows, embed_head=embed_head)
         return split_layer(layer, None, x, context, trained=Weights(None, self.used))
 
-    def gradients(self, shared: Tree, rows: Tree, dx: jax.Array) -> Tree:
-        """Return the gradients of the used leaves, given `dx` at `function(shared, rows)`.
+    def gradients(self, embed_head: Tree, rows: Tree, dx: jax.Array) -> Tree:
+        """Return the gradients of the used leaves, given `dx` at `function(embed_head, rows)`.
 
         Gradients that are sums over tokens are float32, whatever the dtype of the leaf.
         """
 
-        def pulled(shared: Tree, rows: Tree, dx: jax.Array) -> Tree:
-            function = lambda own: self.function(merge(self.used, own, shared), rows)  # noqa: E731
-            _, pull = jax.vjp(function, select(self.used, shared))
+        def backward(embed_head: Tree, rows: Tree, dx: jax.Array) -> Tree:
+            def function(used: Tree) -> jax.Array:
+                return self.function(merge(self.used, used, embed_head), rows)
+
+            _, pull = jax.vjp(function, select(self.used, embed_head))
             return pull(dx)[0]
 
-        arguments = shared, rows, dx
-        closed, inputs, outputs = trace_labelled(pulled, *arguments)
+        arguments = embed_head, rows, dx
+        closed, inputs, outputs = trace_labelled(backward, *arguments)
         closed, outputs = unrounded(closed, outputs)
         known = dict(zip(closed.jaxpr.constvars, closed.consts))
         known |= dict(zip(jax.tree.leaves(inputs), jax.tree.leaves(arguments)))
@@ -66,8 +68,8 @@ class EmbedHeadFunction:
 
     def reset(self, total: Tree, is_reset: jax.Array) -> Tree:
         """Return `total` with zeros for the used leaves where the flag `is_reset` is set."""
-        own = jax.tree.map(lambda leaf: jnp.where(is_reset, 0, leaf), select(self.used, total))
-        return merge(self.used, own, total)
+        used = jax.tree.map(lambda leaf: jnp.where(is_reset, 0, leaf), select(self.used, total))
+        return merge(self.used, used, total)
 
     def unused(self, total: Tree) -> Tree:
         """Return `total` without the used leaves."""

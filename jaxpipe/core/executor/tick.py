@@ -257,10 +257,11 @@ class DeviceWork:
     def _input(self, step: StepData, carry: Carry, row: TableRow) -> tuple[jax.Array, Tree]:
         """Return x of F, from the embedding or the inbox, and its microbatch's rows."""
         rows = step.rows(row.forward_mb)
-        embed, shared = self.embed_head.embed.function, step.embed_head
+        embed = self.embed_head.embed.function
         x = step.choose(
             lambda row: row.embed, row,
-            lambda: embed(shared, rows), lambda: buffers.read(carry.inbox, row.x_read),
+            lambda: embed(step.embed_head, rows),
+            lambda: buffers.read(carry.inbox, row.x_read),
         )  # fmt: skip
         return x, rows
 

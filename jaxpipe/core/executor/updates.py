@@ -134,7 +134,7 @@ class UpdatingProgram:
     ) -> UpdateOutputs:  # fmt: skip
         """Run at most `steps` steps, up to the first that is not accepted."""
         program = self.program
-        params, moments = self._with_shared(ParamSharding.gather_over_pp, (params, moments))
+        params, moments = self._map_embed_head(ParamSharding.gather_over_pp, (params, moments))
         own = DeviceParameters.gather(params, self._stored, program.execution)
         work, data, carry = program.start(own, batch, variables, None)
         self._check(work)
@@ -155,7 +155,7 @@ class UpdatingProgram:
         )  # fmt: skip
         first = jnp.int32(0), carry, ticks.first_step(carry), state
         _, carry, step, state = lax.while_loop(lambda loop: loop[-1].goes_on, tick, first)
-        params, moments, gradients = self._with_shared(
+        params, moments, gradients = self._map_embed_head(
             ParamSharding.scatter_from_owner,
             (state.params, state.moments, step.gradients), ticks.owned,
         )  # fmt: skip
@@ -173,7 +173,7 @@ class UpdatingProgram:
             "embed_head": jax.tree.map(lambda how: how.replicated_over_pp, stored["embed_head"])
         }
 
-    def _with_shared(self, change: Callable[..., jax.Array], tree: Tree, *more: Tree) -> Tree:
+    def _map_embed_head(self, change: Callable[..., jax.Array], tree: Tree, *more: Tree) -> Tree:
         """Apply `change` to the `embed_head` parameters of every stage-stacked tree."""
 
         def own(how: ParamSharding, leaf: Tree, *more: jax.Array) -> Tree:
@@ -244,14 +244,14 @@ class _UpdatingTicks:
         self, carry: Carry, step: RankStep, state: ValidState, row: TableRow
     ) -> tuple[Carry, RankStep, ValidState]:
         """Run one tick as a row of the tables says; at its end complete and validate steps."""
-        embed, shared = self.work.embed_head.embed, carry.embed_head_gradients
-        sums = embed.unused(shared), carry.layer_gradients
+        embed, embed_head = self.work.embed_head.embed, carry.embed_head_gradients
+        sums = embed.unused(embed_head), carry.layer_gradients
         nothing = partial(jax.tree.map, jnp.zeros_like, sums)
         others, layers = lax.cond(restarts := row.steps.step_restart > 0, nothing, lambda: sums)
-        shared = merge(embed.used, shared, others)
+        embed_head = merge(embed.used, embed_head, others)
         aux, statistics = choose(restarts, self.empty, (carry.aux, carry.statistics))
         carry = carry._replace(
-            embed_head_gradients=shared, layer_gradients=layers, aux=aux, statistics=statistics
+            embed_head_gradients=embed_head, layer_gradients=layers, aux=aux, statistics=statistics
         )
         work, data = self._work(step)
         carry = work.tick(data, carry, row)

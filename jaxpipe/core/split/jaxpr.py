@@ -83,7 +83,10 @@ def unrounded(closed: ClosedJaxpr, outputs: Tree) -> tuple[ClosedJaxpr, Tree]:
             wide = eqn.params | {"preferred_element_type": _FLOAT32}
             eqn = eqn.replace(outvars=[wider[var]], params=wide)
         eqns.append(eqn)
-    widen = lambda var: wider.get(var, var) if isinstance(var, Var) else var  # noqa: E731
+
+    def widen(var: Any) -> Any:
+        return wider.get(var, var) if isinstance(var, Var) else var
+
     jaxpr = jaxpr.replace(eqns=eqns, outvars=[widen(var) for var in jaxpr.outvars])
     return closed.replace(jaxpr=jaxpr), jax.tree.map(widen, outputs)
 

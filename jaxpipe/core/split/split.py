@@ -21,6 +21,7 @@ argument, and nothing is stored for them.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,7 +39,14 @@ from jaxpipe.core.split.crossing import (
     find_crossing,
     find_gradients_of_state,
 )
-from jaxpipe.core.split.jaxpr import names_axis, reads, run_slice, trace_labelled, unrounded
+from jaxpipe.core.split.jaxpr import (
+    Labelled,
+    names_axis,
+    reads,
+    run_slice,
+    trace_labelled,
+    unrounded,
+)
 from jaxpipe.core.split.ports import Cotangent, Ports, Weights
 
 Tree = Any
@@ -124,8 +132,11 @@ class LayerSplit:
         dx, vectors, for_w = self._run_b(params, context, known, handed)
         known |= dict(zip(handed, lax.optimization_barrier(for_w)))
         matrices = self._run_w(params, context, known)
-        either = lambda vector, matrix: matrix if vector is None else vector  # noqa: E731
-        return dx, jax.tree.map(either, vectors, matrices, is_leaf=lambda leaf: leaf is None)
+        gradients = jax.tree.map(
+            lambda vector, matrix: matrix if vector is None else vector,
+            vectors, matrices, is_leaf=lambda leaf: leaf is None,
+        )  # fmt: skip
+        return dx, gradients
 
     def _run_b(
         self, params: Tree, context: Context, known: dict[Var, Any], handed: tuple[Var, ...]
@@ -165,7 +176,17 @@ class LayerSplit:
 
 def inexact(tree: Tree) -> tuple[Any, ...]:
     """Return the leaves of a tree that can be differentiated, in order."""
-    return tuple(leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact))
+    return tuple(leaf for leaf in jax.tree.leaves(tree) if _is_inexact(leaf))
+
+
+def _with_inexact(tree: Tree, leaves: tuple[Any, ...]) -> Tree:
+    """Return a tree with the leaves that can be differentiated replaced, in order."""
+    new = iter(leaves)
+    return jax.tree.map(lambda leaf: next(new) if _is_inexact(leaf) else leaf, tree)
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def split_layer(
@@ -215,41 +236,11 @@ def split_layer(
     check_array("y of a layer", output.y)
     if trained is None:
         trained = jax.tree.map(lambda _: True, Weights(params, context.embed_head))
-
-    def both(params: Tree, data: Context, x: Any, state: Tree, dy: Cotangent) -> Any:
-        leaves, form = jax.tree.flatten(state)
-        weights = Weights(params, data.embed_head)
-
-        def differentiated(
-            own: Weights, x: Any, floats: tuple[Any, ...], seen: Mapping[str, Any]
-        ) -> Any:
-            new = iter(floats)
-            mixed = [
-                next(new) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf for leaf in leaves
-            ]
-            params, embed_head = merge(trained, own, weights)
-            state = jax.tree.unflatten(form, mixed)
-            context = data._replace(state=state, embed_head=embed_head)
-            output = layer(params, x, with_statistics(context, seen))
-            return (output.y, inexact(output.state), output.aux.loss_sums), output
-
-        seen = {name: data.variables[name] for name in statistics}
-        own = select(trained, weights)
-        _, pull, output = jax.vjp(differentiated, own, x, inexact(state), seen, has_aux=True)
-        gradients, dx, dstate, observed = pull((dy.value, dy.state, dy.losses))
-        return output, Cotangent(dx, dstate, statistics=observed), gradients
-
-    data, state = context._replace(state=None), context.state
     dy = Cotangent(output.y, inexact(output.state), output.aux.loss_sums)
-    closed, inputs, outputs = trace_labelled(both, params, data, x, state, dy)
-    ports = Ports(*inputs, *outputs)  # in the order of the arguments and results of `both`
-    read = set(reads(closed.jaxpr.eqns, ()))
-    used = jax.tree.map(lambda var: var in read, ports.context.embed_head)
-    gradients = ports.gradients
-    gradients = gradients._replace(embed_head=select(used, gradients.embed_head))
-    closed, gradients = unrounded(closed, gradients)
-    ports = ports._replace(gradients=gradients)
-    ports = ports._replace(of_state=find_gradients_of_state(closed.jaxpr, ports))
+    data, state = context._replace(state=None), context.state
+    forward_and_backward = partial(_forward_and_backward, layer, trained, statistics)
+    traced = trace_labelled(forward_and_backward, params, data, x, state, dy)
+    closed, ports = _complete(traced)
     crossing = find_crossing(closed.jaxpr, ports, policy, keep)
     return LayerSplit(
         residuals=Residuals(*map(_shapes, crossing.residuals)),
@@ -259,6 +250,47 @@ def split_layer(
         _ports=ports,
         _crossing=crossing,
     )
+
+
+def _forward_and_backward(
+    layer: Layer, trained: Weights, statistics: tuple[str, ...],
+    params: Tree, data: Context, x: Any, state: Tree, dy: Cotangent,
+) -> tuple[LayerOutput, Cotangent, Weights]:  # fmt: skip
+    """Run a layer and its VJP; return its output and the gradients at its inputs and parameters.
+
+    `data` is the context without its state.
+    """
+    weights = Weights(params, data.embed_head)
+
+    def differentiated(
+        used: Weights, x: Any, floats: tuple[Any, ...], seen: Mapping[str, Any]
+    ) -> Any:
+        params, embed_head = merge(trained, used, weights)
+        context = data._replace(state=_with_inexact(state, floats), embed_head=embed_head)
+        output = layer(params, x, with_statistics(context, seen))
+        return (output.y, inexact(output.state), output.aux.loss_sums), output
+
+    seen = {name: data.variables[name] for name in statistics}
+    inputs = select(trained, weights), x, inexact(state), seen
+    _, pull, output = jax.vjp(differentiated, *inputs, has_aux=True)
+    gradients, dx, dstate, of_statistics = pull((dy.value, dy.state, dy.losses))
+    return output, Cotangent(dx, dstate, statistics=of_statistics), gradients
+
+
+def _complete(traced: Labelled) -> tuple[ClosedJaxpr, Ports]:
+    """Return the jaxpr of `_forward_and_backward` and its ports, with unrounded gradients.
+
+    Parameters of embedding and head that the layer does not use have no gradient.
+    """
+    closed, inputs, outputs = traced
+    ports = Ports(*inputs, *outputs)  # in the order of the arguments and results
+    read = set(reads(closed.jaxpr.eqns, ()))
+    used = jax.tree.map(lambda var: var in read, ports.context.embed_head)
+    gradients = ports.gradients
+    gradients = gradients._replace(embed_head=select(used, gradients.embed_head))
+    closed, gradients = unrounded(closed, gradients)
+    ports = ports._replace(gradients=gradients)
+    return closed, ports._replace(of_state=find_gradients_of_state(closed.jaxpr, ports))
 
 
 def check_array(what: str, value: Tree) -> None:
