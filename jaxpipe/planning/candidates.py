@@ -31,8 +31,8 @@ def variant_of(config: Config) -> ScheduleVariant:
     parallel, family = config.parallel, find_family(config.parallel.schedule)
     return ScheduleVariant(
         family.name,
-        virtual_stages=parallel.virtual_stages or family.default("virtual_stages"),
-        memory_limit=parallel.memory_limit or family.default("memory_limit"),
+        virtual_stages=parallel.virtual_stages or family.options.get("virtual_stages"),
+        memory_limit=parallel.memory_limit or family.options.get("memory_limit"),
         in_flight=parallel.in_flight or None,
         breadth=parallel.breadth or None,
     )

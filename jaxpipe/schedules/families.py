@@ -4,11 +4,11 @@ To add a schedule, write its builder and add an entry to `FAMILIES`: `build`, th
 checks, the plan and the tests of all schedules read this entry.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
-from inspect import signature
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxpipe.core.schedule.action import Placement, Schedule, ScheduleError
@@ -107,6 +107,16 @@ def _no_variants(name: str, sizes: VariantSizes) -> Iterable[ScheduleVariant]:
     return []
 
 
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+_SLICES = {"slices": 1}
+_OF_SEARCH = {field.name for field in fields(Target)}
+
+
+def _stages(default: int) -> Mapping[str, Any]:
+    """The options of a family over several stages per rank."""
+    return {"virtual_stages": default, "breadth": None} | _SLICES
+
+
 @dataclass(frozen=True)
 class ScheduleFamily:
     """A family of schedules: its builder, its constraints and its variants.
@@ -115,10 +125,13 @@ class ScheduleFamily:
       name: the name in `build` and in the configuration.
       builder: `(pp, microbatches, **options) -> Schedule`.
       summary: one line that helps to choose a family.
+      options: the options of the builder, with their defaults.
       placement: "loop": stage s on rank s mod pp. "v": down the ranks and up again. "both ways":
         microbatches enter at the first and at the last rank. "file": read from a file.
       needs_equal_rounds: whether microbatches are divided into rounds of equal length, at least pp
         where there are that many microbatches.
+      is_searched: whether the order comes from a search for given costs of the ops; the builder
+        then takes a `target` (`Target`).
       may_underfill: whether fewer microbatches than ranks are acceptable, or the builder has a
         larger least number.
       variants: `(name, sizes) -> variants` that a plan tries.
@@ -128,26 +141,17 @@ class ScheduleFamily:
     name: str
     builder: Callable[..., Schedule]
     summary: str
+    options: Mapping[str, Any] = _NO_OPTIONS
     placement: str = "loop"
     needs_equal_rounds: bool = False
+    is_searched: bool = False
     may_underfill: bool = False
     variants: Callable[[str, VariantSizes], Iterable[ScheduleVariant]] = _default_only
     elsewhere: tuple[str, ...] = ()
 
     def has_option(self, option: str) -> bool:
-        """Return whether the builder has an option, such as `slices` or `virtual_stages`."""
-        of_search = {field.name for field in fields(Target)} if self.is_searched else set()
-        return option in of_search | {*signature(self.builder).parameters}
-
-    @property
-    def is_searched(self) -> bool:
-        """Whether the order comes from a search for given costs of the ops."""
-        return "target" in signature(self.builder).parameters
-
-    def default(self, option: str) -> Any:
-        """Return the default of a builder's option; None if the builder lacks the option."""
-        parameter = signature(self.builder).parameters.get(option)
-        return parameter and parameter.default
+        """Return whether `build` takes an option for it, such as `slices` or `virtual_stages`."""
+        return option in self.options or (self.is_searched and option in _OF_SEARCH)
 
     def place_stages(self, pp: int) -> Placement:
         """Return the placement of a searched schedule's stages."""
@@ -156,7 +160,7 @@ class ScheduleFamily:
     @property
     def stages(self) -> int:
         """Default number of stages per rank."""
-        return self.default("virtual_stages") or (2 if self.placement == "v" else 1)
+        return self.options.get("virtual_stages") or (2 if self.placement == "v" else 1)
 
 
 FAMILIES = {
@@ -164,45 +168,46 @@ FAMILIES = {
     for family in (
         ScheduleFamily("gpipe", gpipe,
             "all forwards, then all backwards: simple, holds every microbatch",
-            may_underfill=True, elsewhere=("afab", "fthenb")),
+            _SLICES, may_underfill=True, elsewhere=("afab", "fthenb")),
         ScheduleFamily("1f1b", one_f_one_b,
             "one forward, one backward in turn: holds P microbatches",
-            variants=_with_limits_in_flight, elsewhere=("pipedream", "pipedreamflush")),
+            _SLICES, variants=_with_limits_in_flight, elsewhere=("pipedream", "pipedreamflush")),
         ScheduleFamily("interleaved_1f1b", interleaved_1f1b,
             "1F1B over v stages a rank: 1/v of the bubble for v times the messages",
-            needs_equal_rounds=True, variants=_with_virtual_stages,
+            _stages(2), needs_equal_rounds=True, variants=_with_virtual_stages,
             elsewhere=("interleaved", "vpp", "looped1f1b")),
         ScheduleFamily("bfs", bfs, "all microbatches through one stage of a rank after the other",
-            may_underfill=True, variants=_with_virtual_stages,
+            _stages(1), may_underfill=True, variants=_with_virtual_stages,
             elsewhere=("loopedbfs", "breadthfirst")),
         ScheduleFamily("zb_h1", zb_h1,
             "B and W apart, W fills the drain: a third of 1F1B's bubble",
-            elsewhere=("zerobubble", "zb1p", "zb")),
+            _SLICES, elsewhere=("zerobubble", "zb1p", "zb")),
         ScheduleFamily("zb_h2", zb_h2, "B and W apart, no bubble for twice 1F1B's memory",
-            elsewhere=("zb2p",)),
+            _SLICES, elsewhere=("zb2p",)),
         ScheduleFamily("zb_auto", zb_auto,
             "searched for the costs of the ops within a memory limit",
-            variants=_with_memory_limits),
+            is_searched=True, variants=_with_memory_limits),
         ScheduleFamily("interleaved_zb", interleaved_zb, "zb_h1 over v stages a rank",
-            needs_equal_rounds=True, variants=_with_virtual_stages,
+            _stages(2), needs_equal_rounds=True, variants=_with_virtual_stages,
             elsewhere=("interleavedzerobubble",)),
         ScheduleFamily("zbv", partial(search_v_shape, "zbv"),
-            "searched on the V: no bubble at 1F1B's memory", "v",
+            "searched on the V: no bubble at 1F1B's memory", placement="v", is_searched=True,
             elsewhere=("zbvzerobubble", "zerobubblev")),
         ScheduleFamily("v_half", partial(search_v_shape, "v_half"),
-            "searched on the V: half of 1F1B's memory", "v"),
+            "searched on the V: half of 1F1B's memory", placement="v", is_searched=True),
         ScheduleFamily("v_min", partial(search_v_shape, "v_min"),
-            "searched on the V: a third of 1F1B's memory", "v"),
+            "searched on the V: a third of 1F1B's memory", placement="v", is_searched=True),
         ScheduleFamily("1f1b_v", one_f_one_b_v,
-            "1F1B on the V: two thirds of its memory, nothing split", "v"),
+            "1F1B on the V: two thirds of its memory, nothing split", placement="v"),
         ScheduleFamily("dualpipe", dualpipe,
-            "microbatches from both ends, F beside BW: two copies of the parameters", "both ways",
-            may_underfill=True, variants=_with_limit_of_same_memory),
+            "microbatches from both ends, F beside BW: two copies of the parameters",
+            placement="both ways", may_underfill=True, variants=_with_limit_of_same_memory),
         ScheduleFamily("dualpipev", dualpipev,
-            "DualPipe folded into a V: one copy of the parameters", "v", may_underfill=True,
-            variants=_with_limit_of_same_memory),
-        ScheduleFamily("custom", build_custom, "the orders in a file", "file", may_underfill=True,
-            variants=_no_variants, elsewhere=("pipelineschedulemulti", "pipelineschedulesingle")),
+            "DualPipe folded into a V: one copy of the parameters",
+            placement="v", may_underfill=True, variants=_with_limit_of_same_memory),
+        ScheduleFamily("custom", build_custom, "the orders in a file",
+            {"path": None} | _SLICES, placement="file", may_underfill=True, variants=_no_variants,
+            elsewhere=("pipelineschedulemulti", "pipelineschedulesingle")),
     )
 }  # fmt: skip
 NAMES = tuple(FAMILIES)

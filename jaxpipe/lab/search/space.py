@@ -204,7 +204,7 @@ class SearchSpace:
         """Yield the variants of schedules that leave fixed settings as they are."""
         own, *others = variants(shape)
         names = {"schedule": lambda one: one.family} | {
-            key: lambda one, key=key: getattr(one, key) or find_family(one.family).default(key)
+            key: lambda one, key=key: getattr(one, key) or find_family(one.family).options.get(key)
             for key in ("virtual_stages", "memory_limit", "in_flight", "breadth")
         }
         fixed: list[Callable[[ScheduleVariant], Any]] = [

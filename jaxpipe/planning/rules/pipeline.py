@@ -100,7 +100,7 @@ def _check_pipeline(config: Config) -> None:
             f"parallel.pp={parallel.pp} exceeds model.n_layers={layers}: every "
             f"stage needs a layer; use at most parallel.pp={layers}."
         )
-    several = family.default("virtual_stages") or 1
+    several = family.options.get("virtual_stages") or 1
     if parallel.virtual_stages == 1 and several > 1:
         raise ConfigError(
             f"parallel.schedule={parallel.schedule!r} with parallel.virtual_stages=1: it is for "
