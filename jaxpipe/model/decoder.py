@@ -3,26 +3,23 @@
 A decoder does not know that it is pipelined.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.core.contract import Context, LayerKind, LayerOutput, Names, Rounds, StageFunctions
-from jaxpipe.core.contract.devices import ONE_DEVICE, OneDevice
-from jaxpipe.core.contract.experts import ALL_EXPERTS, AllExperts
+from jaxpipe.core.contract.devices import OneDevice
 from jaxpipe.core.contract.parameter import ParamSpec
-from jaxpipe.core.contract.sequence import FULL_SEQUENCE, FullSequence
-from jaxpipe.model.attention.causal import CachedKeys, CausalAttention
+from jaxpipe.model.attention.causal import CachedKeys
 from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
 from jaxpipe.model.layers.dropout import NO_MASKS, Dropout, Masks
-from jaxpipe.model.layers.fp8 import PLAIN, Precision
-from jaxpipe.model.layers.parts import EmbedHeadParts, Init, LayerInputs, LayerParts, init_from
+from jaxpipe.model.layers.parts import EmbedHeadParts, Init, LayerInputs, init_from
 from jaxpipe.model.loss import (
     CHOICES,
     IGNORE,
@@ -37,7 +34,15 @@ from jaxpipe.model.loss import (
     score_targets,
     softcap,
 )
-from jaxpipe.model.objective import Objective
+from jaxpipe.model.options import (
+    CROSS_ENTROPY,
+    PLAIN_OPS,
+    UNSHARED,
+    LayerParts,
+    Loss,
+    Ops,
+    Sharing,
+)
 
 Tree = Any
 
@@ -53,52 +58,30 @@ class CausalDecoder:
 
     Attributes:
       config: sizes and choices of the model.
-      devices: the devices that share each layer. All functions except those that initialise
-        parameters work on one device's shards.
-      loss_chunks: sequence chunks of the loss, of which only one chunk's logits are live at a time.
-      embed_head_devices: the devices that share embedding and head; None: `devices`.
-      sequence: context parallelism; L is the length of this device's sequence shard.
-      slices: number of sequence slices; above 1, L is that of a slice, and a microbatch has
-        `slice [B]`, the number of its slice, the same for all B.
-      seed: of dropout, which applies where a microbatch has `samples [B, L]`, the numbers of its
-        examples in the run.
-      z_loss: coefficient of the z-loss; if it is not 0, the head returns two losses.
-      documents: most documents in a packed row, which must have `segments [B, L]` and `positions`
-        as in `RowDocuments`; 0: a row is one text.
-      replicas: the replicas over which the experts of a layer are sharded.
-      product: grouped matrix product with the experts' weights.
-      recorded: whether layers return the chosen experts as `routes`, in the form that a replay
-        reads.
-      dispatch: `(config, replicas, product)` to a `Dispatch`; None: the fast ones.
-      precision: precision of the products with the layers' weights.
-      objective: the loss of the targets' log-probabilities; None: cross-entropy.
+      sharing: the devices that share it. All functions except those that initialise parameters
+        work on one device's shards: L is the length of this device's shard of a sequence, or of a
+        slice, and with slices a microbatch has `slice [B]`, the number of its slice, the same for
+        all B.
+      ops: the operations of its layers. With `documents` a microbatch must have `segments [B, L]`
+        and `positions` as in `RowDocuments`. Dropout applies where it has `samples [B, L]`, the
+        numbers of its examples in the run.
+      loss: the loss of its head.
     """
 
     config: DecoderConfig
-    devices: OneDevice = ONE_DEVICE
-    loss_chunks: int = 1
-    embed_head_devices: OneDevice | None = None
-    sequence: FullSequence = FULL_SEQUENCE
-    slices: int = 1
-    seed: int = 0
-    z_loss: float = 0.0
-    documents: int = 0
-    replicas: AllExperts = ALL_EXPERTS
-    product: Callable[..., jax.Array] = jax.lax.ragged_dot
-    recorded: bool = False
-    dispatch: Callable[..., Any] | None = None
-    precision: Precision = PLAIN
-    objective: Objective | None = None
+    sharing: Sharing = UNSHARED
+    ops: Ops = PLAIN_OPS
+    loss: Loss = CROSS_ENTROPY
 
     @property
     def products(self) -> tuple[str, ...]:
         """The names by which its layers pass their weights to `dot`."""
         raise NotImplementedError
 
-    @property
-    def attend(self) -> CausalAttention:
-        """Causal attention, limited to the document; a layer limits it to its window."""
-        return CausalAttention(self.sequence, self.config.attention, documents=self.documents)
+    def with_options(self, **options: Mapping[str, Any]) -> Self:
+        """The model with other fields of these attributes: `with_options(loss={"chunks": 2})`."""
+        records = {name: replace(getattr(self, name), **fields) for name, fields in options.items()}
+        return replace(self, **records)
 
     def new_layer(self, kind: str, parts: LayerParts, init: Init) -> nnx.Module:
         """Build a layer of a kind as a module."""
@@ -152,40 +135,40 @@ class CausalDecoder:
     @property
     def dropout(self) -> Dropout:
         """Dropout rates and seed."""
-        return Dropout(self.config.dropout, self.config.attention_dropout, self.seed)
+        return Dropout(self.config.dropout, self.config.attention_dropout, self.ops.seed)
 
     @cached_property
     def functions(self) -> StageFunctions:
         """The model as pipeline stages see it."""
-        precision = self.precision
+        ops, loss, slices = self.ops, self.loss, self.sharing.slices
         kinds = {
             kind: LayerKind(
                 partial(self.layer, kind=kind),
                 self.leaves[kind],
-                partial(self.state, kind=kind) if self.slices > 1 else None,
+                partial(self.state, kind=kind) if slices > 1 else None,
                 self.kept(kind),
                 pair=self.pair(kind),
-                statistics=precision.observed,
+                statistics=ops.precision.observed,
                 reads=self.reads(kind),
             )
             for kind in self.kinds
         }  # fmt: skip
         reads = ["inputs", "targets", "positions"]
-        reads += ["slice"] * (self.slices > 1) + ["samples"] * bool(self.dropout)
-        reads += ["segments"] * bool(self.documents)
+        reads += ["slice"] * (slices > 1) + ["samples"] * bool(self.dropout)
+        reads += ["segments"] * bool(ops.documents)
         functions = StageFunctions(
             self.embed, kinds, self.head, self.count,
             order=self.config.layer_kinds if len(kinds) > 1 else None,
-            losses=("loss", "z_loss") if self.z_loss else ("loss",),
+            losses=("loss", "z_loss") if loss.z_loss else ("loss",),
             embed_head_specs=self.leaves["embed_head"], batch_keys=tuple(reads),
             report=lambda aux: {},
         )  # fmt: skip
-        if self.objective is not None:
-            functions = self.objective.applied(functions, self.token_scores)
-        variables = precision.variables(self.config.blocks, len(self.products))
+        if loss.objective is not None:
+            functions = loss.objective.applied(functions, self.token_scores)
+        variables = ops.precision.variables(self.config.blocks, len(self.products))
         if not variables:
             return functions
-        return functions.with_variables(variables, precision.next_variables)
+        return functions.with_variables(variables, ops.precision.next_variables)
 
     def kept(self, kind: str) -> tuple[str, ...]:
         """Names of the values that F stores in such layers under every rematerialisation policy."""
@@ -204,21 +187,21 @@ class CausalDecoder:
 
         In a ring S counts the tokens of the group of devices that exchange heads.
         """
-        heads, *widths = self.cached
-        tokens = self.slices * self._length(x) * self.sequence.size // self.sequence.ring
+        (heads, *widths), sequence = self.cached, self.sharing.sequence
+        tokens = self.sharing.slices * self._length(x) * sequence.size // sequence.ring
         return tuple(jnp.zeros((x.shape[0], tokens, heads, width), x.dtype) for width in widths)
 
     @property
     def cached(self) -> tuple[int, int, int]:
         """Heads of a token's cached keys and values, and the widths of a key and of a value."""
-        heads = max(self.config.key_heads // self.devices.size, 1)
-        heads = max(heads // max(self.sequence.heads, 1), 1)
+        heads = max(self.config.key_heads // self.sharing.devices.size, 1)
+        heads = max(heads // max(self.sharing.sequence.heads, 1), 1)
         return heads, self.config.head_size, self.config.value_size
 
     def head(self, embed_head: Tree, x: jax.Array, rows: Tree) -> jax.Array:
         """Summed cross-entropy of the microbatch in nats; with `z_loss` both losses, `[2]`."""
         x, head = nnx.merge(self._embed_head_graph, embed_head).leave(x)
-        return self.cross_entropy(x, head, rows["targets"], self.z_loss)
+        return self.cross_entropy(x, head, rows["targets"], self.loss.z_loss)
 
     def cross_entropy(
         self, x: jax.Array, head: jax.Array, targets: jax.Array, z_loss: float
@@ -226,8 +209,8 @@ class CausalDecoder:
         """Summed cross-entropy of the logits x @ head, `[B, L, D]` and `[D, V]`, in nats."""
         config, devices = self.config, self._embed_head_devices
         last = z_loss, config.vocab_size, config.logit_cap
-        if self.loss_chunks > 1:
-            return chunked_cross_entropy_sum(x, head, targets, devices, self.loss_chunks, *last)
+        if self.loss.chunks > 1:
+            return chunked_cross_entropy_sum(x, head, targets, devices, self.loss.chunks, *last)
         return cross_entropy_sum(x @ head, targets, devices, *last)
 
     def logits(self, embed_head: Tree, x: jax.Array) -> jax.Array:
@@ -259,10 +242,10 @@ class CausalDecoder:
         ) -> TokenScores:
             return score_targets(x @ head, targets, *last, *choices)
 
-        if self.loss_chunks > 1:  # a gradient computes a chunk's logits again
+        if self.loss.chunks > 1:  # a gradient computes a chunk's logits again
             of_chunk = jax.checkpoint(of_chunk)
         arrays = x, rows["targets"], *(rows[name] for name in (CHOICES,) if name in rows)
-        return map_chunks(partial(of_chunk, head), arrays, self.loss_chunks)
+        return map_chunks(partial(of_chunk, head), arrays, self.loss.chunks)
 
     def count(self, rows: Tree) -> jax.Array:
         """Number of tokens that count in the loss."""
@@ -270,7 +253,8 @@ class CausalDecoder:
 
     def _length(self, x: jax.Array) -> int:
         """L; with sequence parallelism x has only this device's shard of it."""
-        return x.shape[1] * (self.devices.size if self.devices.sequence else 1)
+        devices = self.sharing.devices
+        return x.shape[1] * (devices.size if devices.sequence else 1)
 
     def _positions(self, rows: Tree, batch: int, length: int) -> jax.Array:
         """Positions from the batch, or else the tokens' positions in their sequences: `[B, L]`."""
@@ -283,11 +267,11 @@ class CausalDecoder:
         if not self.dropout or "samples" not in rows:
             return NO_MASKS
         places = self._places(rows, length)
-        return Masks.of(self.dropout, rows["samples"][:, 0], layer, places, self.devices)
+        return Masks.of(self.dropout, rows["samples"][:, 0], layer, places, self.sharing.devices)
 
     def _places(self, rows: Tree, length: int) -> jax.Array:
         """Positions of this device's tokens in their sequences, `[L]`."""
-        return self._begin(rows, length) + jnp.asarray(self.sequence.positions(length))
+        return self._begin(rows, length) + jnp.asarray(self.sharing.sequence.positions(length))
 
     def _given(self, x: jax.Array, context: Context) -> LayerInputs:
         """The arguments of a layer call besides the stream."""
@@ -295,12 +279,12 @@ class CausalDecoder:
             self._past(x, context),
             self._masks(context.rows, context.index, self._length(x)),
             self._documents(context.rows),
-            self.precision.dot(self.products, self.devices, context),
+            self.ops.precision.dot(self.products, self.sharing.devices, context),
         )
 
     def _documents(self, rows: Tree) -> RowDocuments | None:
         """The documents of packed rows; raises `ValueError` where the batch lacks their keys."""
-        if not self.documents:
+        if not self.ops.documents:
             return None
         if not {"segments", "positions"} <= rows.keys():
             raise ValueError(
@@ -311,22 +295,22 @@ class CausalDecoder:
 
     def _past(self, x: jax.Array, context: Context) -> CachedKeys | None:
         """Keys and values of earlier slices; None without slices."""
-        if self.slices == 1:
+        if self.sharing.slices == 1:
             return None
         return CachedKeys(*context.state, self._begin(context.rows, self._length(x)))
 
     def _begin(self, rows: Tree, length: int) -> jax.Array | int:
         """Number of the sequence's tokens in earlier slices."""
-        return rows["slice"][0] * length * self.sequence.size if self.slices > 1 else 0
+        if self.sharing.slices == 1:
+            return 0
+        return rows["slice"][0] * length * self.sharing.sequence.size
 
     @property
     def _embed_head_devices(self) -> OneDevice:
-        return self.embed_head_devices or self.devices
+        return self.sharing.embed_head_devices or self.sharing.devices
 
     def _new_layer(self, kind: str, init: Init) -> nnx.Module:
-        names = "replicas", "product", "recorded", "dispatch"
-        experts = {name: getattr(self, name) for name in names}
-        return self.new_layer(kind, LayerParts(self.devices, self.attend, **experts), init)
+        return self.new_layer(kind, LayerParts(self.sharing, self.ops), init)
 
     def _build_embed_head(self, init: Init) -> nnx.Module:
         return self.new_embed_head(EmbedHeadParts(self._embed_head_devices), init)

@@ -216,20 +216,14 @@ class ModelFamily:
     model: str
     huggingface: str = ""
 
-    def build(self, config: ModelConfig, **sharing: Any) -> Model:
+    def build(self, config: ModelConfig, **options: Any) -> Model:
         """Return the functions of one model, on one device or as devices share it.
 
-        `sharing` has any of these arguments (see `CausalDecoder`): `devices` that share the layers,
-        and `embed_head_devices` that share embedding and head if they differ (`OneDevice` or a
-        subclass); `sequence`, for context parallelism; `slices`, the number of sequence slices;
-        `loss_chunks`, the chunks in which the loss is computed; `seed` of dropout; `z_loss`, the
-        coefficient of a second loss of that name; `documents`, the most documents in a packed row;
-        `replicas` over which experts are sharded; `precision` of the layers' products; and
-        `objective`, the loss in place of cross-entropy.
+        `options` may have `sharing`, `ops` and `loss`, the records of `jaxpipe.model.options`.
         """
         module, name = self.model.split(":")
         make: Callable[..., Model] = getattr(importlib.import_module(module), name)
-        return make(config, **sharing)
+        return make(config, **options)
 
     @property
     def formats(self) -> tuple[HuggingFace, ...]:

@@ -1,18 +1,23 @@
 """Builds the model of a configuration as its devices share it. Importing this imports jax."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.config import Config, ConfigError
+from jaxpipe.config import Config, ConfigError, ParallelConfig
 from jaxpipe.core.contract.devices import ONE_DEVICE
+from jaxpipe.core.contract.experts import ALL_EXPERTS
 from jaxpipe.core.contract.sequence import FULL_SEQUENCE
 from jaxpipe.core.mesh import ContextParallel, ExpertParallel, TensorParallel, VocabularyParallel
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.family import Model
-from jaxpipe.model.layers.fp8 import Fp8
+from jaxpipe.model.layers.fp8 import PLAIN, Fp8
 from jaxpipe.model.layers.lora import Adapters, LoraDecoder
+from jaxpipe.model.layers.moe.experts import choose_dispatch
 from jaxpipe.model.layers.moe.products import GroupedProduct, choose_grouped_product
+from jaxpipe.model.options import Loss, Ops, Sharing
 from jaxpipe.planning.objective import objective_of
 
 
@@ -24,38 +29,35 @@ def model_of(config: Config, grouped: GroupedProduct | None = None) -> Model:
     Layers are shared over tp, embedding and head also over pp if vocabulary-parallel, sequences
     over cp, and experts over ep.
     """
-    parallel = config.parallel
-    devices = ONE_DEVICE
+    parallel, train = config.parallel, config.train
+    grouped = grouped or grouped_of(config, None)
+    precision = PLAIN
+    if train.fp8 != "none":
+        precision = Fp8(train.fp8_history if train.fp8 == "delayed" else 0, grouped.in_fp8)
+    ops = Ops(
+        precision,
+        dispatch=partial(choose_dispatch, product=grouped.product),
+        documents=config.data.documents,
+        seed=train.seed,
+    )
+    loss = Loss(train.loss_chunks, train.z_loss, objective_of(config))
+    family = FAMILIES[config.model.family]
+    model = family.build(config.model, sharing=_sharing_of(parallel), ops=ops, loss=loss)
+    return _with_adapters(model, config) if config.lora.rank else model
+
+
+def _sharing_of(parallel: ParallelConfig) -> Sharing:
+    """How the devices of a mesh share a model."""
+    devices, sequence, replicas = ONE_DEVICE, FULL_SEQUENCE, ALL_EXPERTS
     if parallel.tp > 1:
         devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
     shares_vocabulary = parallel.vocab_shared_by
     embed_head_devices = VocabularyParallel.of(devices, parallel.pp) if shares_vocabulary else None
-    sequence = FULL_SEQUENCE
     if parallel.cp > 1:
         sequence = ContextParallel(parallel.cp, parallel.exchanging)
-    more = {"documents": config.data.documents} if config.data.documents else {}
     if parallel.ep > 1:
-        more["replicas"] = ExpertParallel(parallel.ep, parallel.ep_buffer_factor)
-    grouped = grouped or grouped_of(config, None)
-    if config.model.routed_experts:
-        more["product"] = grouped.product
-    if config.train.fp8 != "none":
-        delayed = config.train.fp8 == "delayed"
-        more["precision"] = Fp8(config.train.fp8_history if delayed else 0, grouped.in_fp8)
-    if (objective := objective_of(config)) is not None:
-        more["objective"] = objective
-    model = FAMILIES[config.model.family].build(
-        config.model,
-        devices=devices,
-        embed_head_devices=embed_head_devices,
-        sequence=sequence,
-        slices=parallel.slices,
-        loss_chunks=config.train.loss_chunks,
-        seed=config.train.seed,
-        z_loss=config.train.z_loss,
-        **more,
-    )
-    return _with_adapters(model, config) if config.lora.rank else model
+        replicas = ExpertParallel(parallel.ep, parallel.ep_buffer_factor)
+    return Sharing(devices, embed_head_devices, sequence, parallel.slices, replicas)
 
 
 def _with_adapters(model: Model, config: Config) -> Model:

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpipe.config import ConfigError
 from jaxpipe.core.executor import Pipeline
 from jaxpipe.core.executor.reference import StepOutput
-from jaxpipe.model.layers.lora import with_fields
 from jaxpipe.model.loss import CHOICES, ScoreOptions, TokenScores
 from jaxpipe.runtime import position
 from jaxpipe.training.argument_checks import check_temperature, is_integer
@@ -95,7 +94,7 @@ class BatchScores:
 
     @cached_property
     def _scoring(self) -> Any:
-        model = with_fields(self.trainer.model, objective=None)
+        model = self.trainer.model.with_options(loss={"objective": None})
         outputs, keys = (
             partial(model.token_scores, options=self._options),
             model.functions.batch_keys,
@@ -105,7 +104,8 @@ class BatchScores:
 
     @cached_property
     def _recording(self) -> Any:
-        model = with_fields(self.trainer.model, objective=None, recorded=True)
+        loss, ops = {"objective": None}, {"records_routes": True}
+        model = self.trainer.model.with_options(loss=loss, ops=ops)
         pipeline = replace(self.trainer.pipeline, functions=model.functions)
         return outputs_program(self.trainer, pipeline, attrgetter("aux.per_example"))
 

@@ -27,6 +27,7 @@ from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.layers.lora import Adapter, Adapters, LoraDecoder, merge_adapter
+from jaxpipe.model.options import Sharing
 from jaxpipe.schedules import build
 
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}
@@ -119,7 +120,8 @@ def on_mesh(
     if how.get("lockstep", Lockstep()).vocab_parallel:
         sharing["embed_head_devices"] = VocabularyParallel.of(devices, schedule.pp)
     config = decoder.base.config
-    shared_model = LoraDecoder(FAMILIES[config.family].build(config, **sharing), decoder.adapters)
+    base = FAMILIES[config.family].build(config, sharing=Sharing(**sharing))
+    shared_model = LoraDecoder(base, decoder.adapters)
     count = schedule.pp * dp * tp
     mesh = make_mesh(
         schedule.pp, dp, tp, devices=jax.devices()[:count], factors=ReplicaFactors(ep=ep)
@@ -225,6 +227,6 @@ def test_dropout_is_the_same_on_every_mesh():
 )  # fmt: skip
 def test_refusals(model, adapters, how, sentence):
     config = MODELS[model]
-    base = FAMILIES[config.family].build(config, **how)
+    base = FAMILIES[config.family].build(config, sharing=Sharing(**how))
     with pytest.raises(ValueError, match=sentence):
         LoraDecoder(base, adapters)

@@ -1,7 +1,7 @@
 """Parts of a mixture of experts: settings, router, dispatch, losses, and the split of a layer."""
 
 import sys
-from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from jaxpipe.model.layers.moe.dispatch import (
     gather_into_slots,
     sum_from_slots,
 )
+from jaxpipe.model.layers.moe.experts import choose_dispatch
 from jaxpipe.model.layers.moe.products import multiply_by_kernel
 from jaxpipe.model.layers.moe.router import Routes, choose
 from jaxpipe.planning.cost.costs import costs_of
@@ -200,7 +201,7 @@ def primitives(function, *args):
 def split_of(model, remat, product=lax.ragged_dot):
     """Return a sparse layer's split and its arguments."""
     decoder, _, layers, _, variables = problem(model)
-    decoder = replace(decoder, product=product)
+    decoder = decoder.with_options(ops={"dispatch": partial(choose_dispatch, product=product)})
     kind, x = decoder.functions.kinds_by_name["sparse"], jnp.zeros((2, 8, 16))
     params, variables = jax.tree.map(jnp.float32, (layers[3], variables))
     context = Context({}, jnp.int32(3), None, variables)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from mixtures import SIZES
 
-from jaxpipe.core.contract.devices import ONE_DEVICE
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.layers.moe.router import Router
-from jaxpipe.model.layers.parts import LayerParts, init_from
+from jaxpipe.model.layers.parts import init_from
+from jaxpipe.model.options import LayerParts
 
 EXPERTS = 8
 LOGITS = np.array(
@@ -28,7 +28,7 @@ BIAS = np.array([2.0, 2.0] + [0.0] * 6)  # experts 0 and 1 are chosen
 def router_of(score, **sizes):
     sizes = SIZES | {"d_model": EXPERTS, "n_experts": EXPERTS, "experts_per_token": 2} | sizes
     config = LlamaConfig(**sizes, router_score=score, router_scale=2.5, router_bias_rate=0.001)
-    router = Router(config, LayerParts(ONE_DEVICE, None), init_from(jax.random.key(0)))
+    router = Router(config, LayerParts(), init_from(jax.random.key(0)))
     router.gate[...] = jnp.eye(EXPERTS)  # so that logits equal the router's input
     return router
 

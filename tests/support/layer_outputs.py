@@ -23,7 +23,7 @@ def recording(decoder):
     layer's outputs and the gradients at them. A batch also has `example [M, B, L]`: the example
     that every token belongs to.
     """
-    devices, functions = decoder.devices, decoder.functions
+    devices, functions = decoder.sharing.devices, decoder.functions
     (kind,) = functions.kinds_by_name.values()
     table = ParamSpec(partial_grad_axes=("tp",) if devices.sequence else ())
 
@@ -43,8 +43,9 @@ def recording(decoder):
 
 def _begin(decoder, y, rows):
     """Return the position in the sequence at which this device's shard of the stream starts."""
-    devices, sequence = decoder.devices, decoder.sequence
+    sharing = decoder.sharing
+    devices, sequence = sharing.devices, sharing.sequence
     part = y.shape[1]
     own = part * (devices.size if devices.sequence else 1)
     begin = sequence.start(own) + (devices.index() * part if devices.sequence else 0)
-    return begin + rows["slice"][0] * own * sequence.size if decoder.slices > 1 else begin
+    return begin + rows["slice"][0] * own * sequence.size if sharing.slices > 1 else begin

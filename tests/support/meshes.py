@@ -10,6 +10,7 @@ import numpy as np
 from draws import draw
 
 from jaxpipe.core.contract.devices import ONE_DEVICE
+from jaxpipe.core.contract.experts import ALL_EXPERTS
 from jaxpipe.core.contract.sequence import FULL_SEQUENCE
 from jaxpipe.core.executor import Execution, Pipeline, losses_and_gradients_ref
 from jaxpipe.core.mesh import (
@@ -33,6 +34,7 @@ from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama4.config import Llama4Config
 from jaxpipe.model.layers.moe.balance import REAL
 from jaxpipe.model.loss import IGNORE
+from jaxpipe.model.options import Loss, Ops, Sharing
 from jaxpipe.schedules import build
 
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}
@@ -115,7 +117,7 @@ ROWS = ((3, 5), (8,), (1, 2, 1, 2), (2, 6), (), (4, 1, 3), (5, 2), (1, 1, 6), (7
 @cache
 def problem(model, dtype, examples=EXAMPLES):
     config, key = MODELS[model], jax.random.key(0)
-    decoder = FAMILIES[config.family].build(config, **packing_of(model))
+    decoder = FAMILIES[config.family].build(config, ops=packing_of(model))
 
     shared = draw(partial(decoder.init_embed_head, key), dtype=dtype)
     layers = [
@@ -145,8 +147,8 @@ def with_rows_ahead(config, batch):
 
 
 def packing_of(model):
-    """Return the arguments that a family needs for a model with packed rows."""
-    return {"documents": max(map(len, ROWS))} if model.startswith("packed") else {}
+    """Return the operations of a model, which may have packed rows."""
+    return Ops(documents=max(map(len, ROWS)) if model.startswith("packed") else 0)
 
 
 def rows_of(batch):
@@ -193,9 +195,9 @@ def wanted(model, dtype, examples=EXAMPLES, z_loss=0.0):
     decoder, shared, layers, batch = problem(model, dtype, examples)
     if model.startswith("packed"):  # the documents one by one, by a model without packing
         config = msgspec.structs.replace(decoder.config, attention="xla")
-        decoder = replace(decoder, config=config, documents=0)
+        decoder = replace(decoder, config=config).with_options(ops={"documents": 0})
         batch = with_rows_ahead(config, alone(batch))
-    decoder = replace(decoder, z_loss=z_loss)
+    decoder = decoder.with_options(loss={"z_loss": z_loss})
     return jax.device_get(losses_and_gradients_ref(decoder.functions, shared, layers, batch))
 
 
@@ -216,9 +218,12 @@ def pipeline_of(
     shards = ContextParallel(cp, heads) if cp > 1 else FULL_SEQUENCE
     config = MODELS[model]
     decoder = FAMILIES[config.family].build(
-        config, devices=devices, embed_head_devices=of_ends, sequence=shards, slices=slices,
-        loss_chunks=loss_chunks, z_loss=z_loss, **packing_of(model),
-        **({"replicas": ExpertParallel(ep)} if ep > 1 else {}),
+        config,
+        sharing=Sharing(
+            devices, of_ends, shards, slices, ExpertParallel(ep) if ep > 1 else ALL_EXPERTS
+        ),
+        ops=packing_of(model),
+        loss=Loss(loss_chunks, z_loss),
     )  # fmt: skip
     batch = shard_batch(batch, slices=slices, cp=cp, dp=dp, heads=heads)
     execution = Execution(lockstep, **execution)

@@ -2,8 +2,7 @@
 
 import math
 from dataclasses import replace
-from functools import cache
-from unittest.mock import patch
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +29,10 @@ from jaxpipe.model import FAMILIES
 from jaxpipe.model.ahead import rows_ahead
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
-from jaxpipe.model.layers.moe.reference import OneHot
+from jaxpipe.model.layers.moe.experts import choose_dispatch
+from jaxpipe.model.layers.moe.reference import one_hot
 from jaxpipe.model.loss import IGNORE
+from jaxpipe.model.options import Ops, Sharing
 from jaxpipe.schedules import build
 
 SIZES = {
@@ -108,22 +109,16 @@ def problem(model, crowded=False, routed=False):
     return decoder, cast(decoder.init_embed_head(key)), layers, batch, variables
 
 
-def one_hot(config, replicas, product):
-    """Return the one-hot dispatch of the reference implementation."""
-    return OneHot(config)
-
-
 @cache
 @jax.enable_x64(True)
 def wanted(model, crowded=False, routed=False, slices=1):
     """Return the step of the one-hot reference on one device."""
     decoder, shared, layers, batch, variables = problem(model, crowded, routed)
     batch = shard_batch(batch, slices=slices, cp=1, dp=1)
-    with patch("jaxpipe.model.layers.moe.layer.choose_dispatch", one_hot):
-        functions = replace(decoder, slices=slices).functions
-        return jax.device_get(
-            step_ref(functions, shared, layers, batch, slices, variables=variables)
-        )
+    decoder = decoder.with_options(sharing={"slices": slices}, ops={"dispatch": one_hot})
+    return jax.device_get(
+        step_ref(decoder.functions, shared, layers, batch, slices, variables=variables)
+    )
 
 
 def held():
@@ -152,17 +147,17 @@ def unpadded(model):
     by the number of targets, the router losses by the number of tokens.
     """
     decoder, shared, layers, batch, variables = problem(model)
+    decoder = decoder.with_options(ops={"dispatch": one_hot})
     plain = replace(
         decoder, config=msgspec.structs.replace(decoder.config, router_aux_loss=0, router_z_loss=0)
     )
     heads, routers, terms, tokens = [], [], [], []
     for length in sorted({*HELD} - {0}):
         own = {name: leaf[held() == length][None, :, :length] for name, leaf in batch.items()}
-        with patch("jaxpipe.model.layers.moe.layer.choose_dispatch", one_hot):
-            made, without = (
-                step_ref(each.functions, shared, layers, own, variables=variables)
-                for each in (decoder, plain)
-            )
+        made, without = (
+            step_ref(each.functions, shared, layers, own, variables=variables)
+            for each in (decoder, plain)
+        )
         terms.append(jnp.sum(own["targets"] != IGNORE))
         tokens.append(own["inputs"].size)
         of_head = without.losses, without.gradients
@@ -189,12 +184,13 @@ def pipeline_of(
     mesh = make_mesh(pp, dp, tp, jax.devices()[: pp * dp * tp], factors=ReplicaFactors(ep=ep))
     decoder = FAMILIES[config.family].build(
         config,
-        devices=TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE,
-        sequence=ContextParallel(cp, heads) if cp > 1 else FULL_SEQUENCE,
-        slices=slices,
-        replicas=ExpertParallel(ep, room) if ep > 1 else ALL_EXPERTS,
-        product=product,
-        documents=documents,
+        sharing=Sharing(
+            devices=TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE,
+            sequence=ContextParallel(cp, heads) if cp > 1 else FULL_SEQUENCE,
+            slices=slices,
+            replicas=ExpertParallel(ep, room) if ep > 1 else ALL_EXPERTS,
+        ),
+        ops=Ops(dispatch=partial(choose_dispatch, product=product), documents=documents),
     )
     return Pipeline(decoder.functions, schedule, mesh, counts, Execution(**execution))
 

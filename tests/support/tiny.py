@@ -34,13 +34,9 @@ class TinyConfig(ModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=T
 @dataclass(frozen=True)
 class Tiny:
     config: TinyConfig
-    devices: object = None
-    embed_head_devices: object = None
-    sequence: object = None
-    slices: int = 1
-    loss_chunks: int = 1
-    z_loss: float = 0.0
-    seed: int = 0
+    sharing: object = None
+    ops: object = None
+    loss: object = None
 
     @property
     def functions(self):

@@ -25,6 +25,7 @@ from jaxpipe.model.families.llama.decoder import LlamaDecoder
 from jaxpipe.model.kernels.grouped_fp8 import GroupedFp8
 from jaxpipe.model.layers.fp8 import Fp8
 from jaxpipe.model.layers.lora import Adapters, LoraDecoder
+from jaxpipe.model.options import Ops, Sharing
 from jaxpipe.schedules import build
 from jaxpipe.training.trainer import Trainer
 
@@ -47,9 +48,9 @@ LATENT = DeepseekDecoder, DeepseekConfig(
 GPT = GPT2, GPT2Config(**SIZES, max_seq_len=16)
 
 
-def adapted(config, **more):
+def adapted(config, sharing, ops):
     """Return a decoder with adapters beside all of its products."""
-    return LoraDecoder(LlamaDecoder(config, **more), Adapters(3, 6.0))
+    return LoraDecoder(LlamaDecoder(config, sharing, ops), Adapters(3, 6.0))
 
 
 MODELS = {
@@ -71,7 +72,7 @@ def batch(microbatches, sequences, model=LLAMA):
 def wanted(model, history, microbatches):
     """Return the reference's parameters, state and step, on one device without a schedule."""
     make, config = MODELS[model]
-    one, key = make(config, precision=Fp8(history, GroupedFp8())), jax.random.key(0)
+    one, key = make(config, Sharing(), Ops(Fp8(history, GroupedFp8()))), jax.random.key(0)
 
     shared = draw(partial(one.init_embed_head, key))
     layers = [
@@ -124,7 +125,7 @@ def test_a_step_is_that_of_one_device(model, history, name, mesh, sequence, exec
         make, config = MODELS[model]
         more = {"devices": TensorParallel(tp, sequence)} if tp > 1 else {}
         more |= {"replicas": ExpertParallel(ep)} if ep > 1 else {}
-        functions = make(config, precision=Fp8(history, GroupedFp8()), **more).functions
+        functions = make(config, Sharing(**more), Ops(Fp8(history, GroupedFp8()))).functions
         schedule = build(name, pp=pp, microbatches=MICROBATCHES)
         devices = jax.devices()[: pp * dp * tp]
         mesh = make_mesh(pp, dp, tp, devices=devices, factors=ReplicaFactors(ep=ep))
@@ -150,7 +151,7 @@ def test_slices_are_seen_too():
     """A sequence in two slices gives the step of the full one, up to the statistics for scales."""
     with jax.enable_x64(True):
         shared, layers, variables, want = wanted("llama", 4, MICROBATCHES)
-        functions = LlamaDecoder(LLAMA[1], precision=Fp8(4), slices=2).functions
+        functions = LlamaDecoder(LLAMA[1], Sharing(slices=2), Ops(Fp8(4))).functions
         schedule = build("1f1b", pp=2, microbatches=MICROBATCHES, slices=2)
         mesh = make_mesh(2, 1, devices=jax.devices()[:2])
         pipeline = Pipeline(functions, schedule, mesh, (2, 2), Execution())

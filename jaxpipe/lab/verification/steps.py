@@ -22,7 +22,6 @@ from jaxpipe.core.schedule import Tables
 from jaxpipe.lab.verification.observed import Observed
 from jaxpipe.lab.verification.problem import Batch, documents_as_rows, float64_values
 from jaxpipe.model.ahead import rows_ahead
-from jaxpipe.model.layers.lora import with_fields
 from jaxpipe.model.layers.moe.reference import one_hot
 from jaxpipe.planning import Devices, resolve
 from jaxpipe.training.state import State
@@ -169,7 +168,7 @@ class Reference:
     @cached_property
     def functions(self) -> StageFunctions:
         """The model's functions, with experts that all take all tokens."""
-        return with_fields(self.trainer.model, dispatch=one_hot).functions
+        return self.trainer.model.with_options(ops={"dispatch": one_hot}).functions
 
     def init(self) -> State:
         """The state of step 0 in float64."""

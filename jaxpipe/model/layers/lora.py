@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +116,8 @@ class LoraDecoder:
                     f"1, or leave {twice[0]} out of lora.targets."
                 )
         for path, spec in self._every_path(self.adapters):
-            name, sequence, slices = product_of(path), self.base.sequence, self.base.slices
+            name, sharing = product_of(path), self.base.sharing
+            sequence, slices = sharing.sequence, sharing.slices
             passes_latents = not sequence.exchanges_heads and max(sequence.size, slices) > 1
             placeless = "of experts" if "experts" in path else ""
             if name == _OF_LATENTS and passes_latents:
@@ -130,9 +131,13 @@ class LoraDecoder:
             if TP in spec.partial_grad_axes and name in _BY_HEAD:
                 raise ValueError(
                     f"an adapter of {name}, of which every device has all heads: parallel.tp="
-                    f"{self.base.devices.size} must divide model.n_kv_heads, or leave {name} out "
+                    f"{sharing.devices.size} must divide model.n_kv_heads, or leave {name} out "
                     f"of lora.targets."
                 )
+
+    def with_options(self, **options: Mapping[str, Any]) -> Self:
+        """See `CausalDecoder.with_options`."""
+        return replace(self, base=self.base.with_options(**options))
 
     def _every_path(self, adapters: Adapters) -> Iterator[tuple[ParamPath, ParamSpec]]:
         for kind in self.base.kinds:
@@ -199,8 +204,9 @@ class LoraDecoder:
             product_of(path) for path, spec in self.adapters.paths(specs) if (TP, 0) in spec.sharded
         }
         drop = self._dropping(x, context, local)
-        adapted = _Adapted(self.base.precision, adapters, self.adapters.scale, drop)
-        output = replace(self.base, precision=adapted).layer(base, x, context, kind)
+        adapted = _Adapted(self.base.ops.precision, adapters, self.adapters.scale, drop)
+        decoder = self.base.with_options(ops={"precision": adapted})
+        output = decoder.layer(base, x, context, kind)
         if unused := adapters.keys() - adapted.used:
             raise ValueError(
                 f"lora.targets: a layer of the kind {kind!r} does not pass {min(unused)} to `Dot`, "
@@ -217,8 +223,8 @@ class LoraDecoder:
             return lambda inputs, name: inputs
         base = self.base
         masks = Masks.of(
-            Dropout(seed=base.seed), rows[_SAMPLES][:, 0], context.index,
-            base._places(rows, base._length(x)), base.devices,
+            Dropout(seed=base.ops.seed), rows[_SAMPLES][:, 0], context.index,
+            base._places(rows, base._length(x)), base.sharing.devices,
         )  # fmt: skip
         return lambda inputs, name: masks.inputs(inputs, name, rate, local=name in local)
 
@@ -287,13 +293,6 @@ class _Adapted(Precision):
         """The `Dot` of a layer."""
         base = self.frozen.dot(products, devices, context)
         return LoraDot(base, self.given, self.scale, self.drop, self.used)
-
-
-def with_fields(model: CausalDecoder | LoraDecoder, **fields: Any) -> CausalDecoder | LoraDecoder:
-    """The model with other values of these fields of `CausalDecoder`."""
-    if isinstance(model, LoraDecoder):
-        return replace(model, base=replace(model.base, **fields))
-    return replace(model, **fields)
 
 
 def adapter_shapes(shape: tuple[int, ...], rank: int) -> Adapter:

@@ -8,16 +8,15 @@ input is).
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.core.contract.devices import OneDevice
-from jaxpipe.core.contract.experts import ALL_EXPERTS, AllExperts
 from jaxpipe.core.contract.parameter import PP, TP, ParamSpec
-from jaxpipe.model.attention.causal import CachedKeys, CausalAttention, OnShares
+from jaxpipe.model.attention.causal import CachedKeys, OnShares
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
 from jaxpipe.model.layers.dropout import NO_MASKS, Masks
 
@@ -160,39 +159,6 @@ class LayerInputs(NamedTuple):
     def of_attention(self) -> tuple[CachedKeys | None, OnShares, RowDocuments | None]:
         """The arguments of `CausalAttention` that are here."""
         return self.past, self.masks.on_shares, self.documents
-
-
-class LayerParts(NamedTuple):
-    """What a layer is built with besides its own maths, exchangeable without editing the layer.
-
-    Attributes:
-      devices: the devices that share the layer.
-      attend: attention.
-      replicas: the replicas over which the layer's experts are sharded.
-      product: grouped matrix product with the experts' weights.
-      recorded: whether the layer returns the chosen experts.
-      dispatch: `(config, replicas, product)` to what brings tokens to experts; None: the one of
-        `moe.experts`.
-    """
-
-    devices: OneDevice
-    attend: CausalAttention
-    replicas: AllExperts = ALL_EXPERTS
-    product: Callable[..., jax.Array] = jax.lax.ragged_dot
-    recorded: bool = False
-    dispatch: Callable[..., Any] | None = None
-
-    def cut(self, dim: int) -> ParamSpec:
-        """The spec of a parameter that is sharded over the devices along `dim`."""
-        return ParamSpec(sharded=((TP, dim),))
-
-    def own(self, *, differs: bool) -> ParamSpec:
-        """The spec of a replicated parameter; if its use `differs`, gradients are partial.
-
-        A use differs where each device applies the parameter to its own heads or tokens; partial
-        gradients are summed over tp.
-        """
-        return ParamSpec(partial_grad_axes=(TP,) if differs else ())
 
 
 class EmbedHeadParts(NamedTuple):

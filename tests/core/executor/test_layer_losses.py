@@ -68,7 +68,7 @@ def test_aux_loss_is_the_weighted_sum_of_the_logged_means(kind, mesh):
     decoder, (shared, layers) = model(kind)
     with jax.enable_x64(True):
         sharing = ContextParallel(cp) if cp > 1 else FULL_SEQUENCE
-        functions = replace(decoder, sequence=sharing).functions
+        functions = decoder.with_options(sharing={"sequence": sharing}).functions
         pipeline = Pipeline(
             functions, build(name, pp=pp, microbatches=microbatches),
             make_mesh(pp, dp, devices=jax.devices()[: pp * dp]), (4 // pp,) * pp, Execution(),

@@ -1,7 +1,5 @@
 """Multi-token prediction: its formula, and the pipeline on meshes against one device."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,7 +81,7 @@ def test_the_formula_of_the_paper(depth):
 def test_no_gradient_crosses_documents():
     """It is exactly 0 at the embeddings of tokens that only other documents have."""
     decoder, shared, layers, _ = problem("ahead", jnp.float64)
-    decoder = replace(decoder, documents=3)
+    decoder = decoder.with_options(ops={"documents": 3})
     segments = np.array([0, 0, 0, 1, 1, 1, 1, 2])
     rows = {
         "inputs": np.arange(8),  # every token has its own embedding

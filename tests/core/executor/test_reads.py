@@ -27,6 +27,7 @@ from jaxpipe.core.schedule import Lockstep
 from jaxpipe.core.split.crossing import POLICIES
 from jaxpipe.core.split.ports import Cotangent
 from jaxpipe.model import FAMILIES
+from jaxpipe.model.options import Sharing
 from jaxpipe.schedules import BUILDERS, build
 
 READS = ("embed_head",)
@@ -141,8 +142,8 @@ def check_decoder(model, schedule, pp, dp, tp, *, sequence=False, **how):
         )
         config = MODELS[model]
         devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE
-        build_model = FAMILIES[config.family].build
-        ends = build_model(config, devices=devices, **packing_of(model)).functions
+        how = {"sharing": Sharing(devices), "ops": packing_of(model)}
+        ends = FAMILIES[config.family].build(config, **how).functions
         functions = with_readers(pipeline.functions, ends, layout.layers)
         alone, shared, layers, batch_of_one = problem(model, jnp.float64)
         layout = replace(layout, kinds=functions.order)

@@ -15,6 +15,7 @@ from jaxpipe.core.mesh import shard_batch
 from jaxpipe.core.schedule import Lockstep
 from jaxpipe.core.split import split_layer
 from jaxpipe.model.families.llama.decoder import LlamaDecoder
+from jaxpipe.model.options import Sharing
 
 
 def check(*args, **how):
@@ -27,7 +28,7 @@ def check(*args, **how):
 def test_the_reference_in_slices_is_the_reference(model):
     with jax.enable_x64(True):
         _, shared, layers, batch = problem(model, jnp.float64)
-        functions = LlamaDecoder(MODELS[model], slices=4).functions
+        functions = LlamaDecoder(MODELS[model], Sharing(slices=4)).functions
         batch = shard_batch(batch, slices=4, cp=1, dp=1)
         losses, gradients = losses_and_gradients_ref(functions, shared, layers, batch, slices=4)
         want, want_gradients = wanted(model, jnp.float64)

@@ -15,6 +15,7 @@ from jaxpipe.core.split import POLICIES
 from jaxpipe.core.split.split import Cotangent, split_layer
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.options import Sharing
 
 
 def sorts(jaxpr):
@@ -29,7 +30,7 @@ def sorts(jaxpr):
 def test_b_and_w_do_not_sort(ep, capacity, remat):
     config = LlamaConfig(**SIZES, capacity_factor=capacity)
     replicas = ExpertParallel(ep) if ep > 1 else ALL_EXPERTS
-    decoder = FAMILIES["llama"].build(config, replicas=replicas)
+    decoder = FAMILIES["llama"].build(config, sharing=Sharing(replicas=replicas))
     kind = decoder.functions.kinds_by_name["sparse"]
     init = partial(decoder.init_layer, index=0, kind="sparse")
     params = jax.eval_shape(init, jax.random.key(0))

@@ -13,6 +13,7 @@ from oracles import fused, ragged
 from jaxpipe.core.contract.parameter import TP
 from jaxpipe.core.mesh import TensorParallel
 from jaxpipe.model import FAMILIES
+from jaxpipe.model.options import Sharing
 
 
 def check(*args, **how):
@@ -57,7 +58,8 @@ def test_the_fused_kernel_gets_values_as_wide_as_keys(model, schedule, mesh, how
 
 
 def test_heads_are_sharded_and_latents_are_not():
-    decoder = FAMILIES["deepseek"].build(MODELS["latent"], devices=TensorParallel(2))
+    sharing = Sharing(TensorParallel(2))
+    decoder = FAMILIES["deepseek"].build(MODELS["latent"], sharing=sharing)
     found = decoder.leaves["layer"]["attn"]
     cuts = {name: spec.sharded for name, spec in found.items() if not isinstance(spec, dict)}
     assert cuts == {

@@ -32,6 +32,7 @@ from jaxpipe.core.schedule import Lockstep
 from jaxpipe.core.split import POLICIES, split_layer
 from jaxpipe.core.split.split import Cotangent
 from jaxpipe.model.families.llama.decoder import LlamaDecoder
+from jaxpipe.model.options import Sharing
 from jaxpipe.schedules import build
 
 SHARED = Lockstep(vocab_parallel=True)
@@ -113,7 +114,7 @@ def test_every_layers_output_and_the_gradient_at_it(schedule, sequence):
         batch = batch | {"example": jnp.broadcast_to(ids, batch["inputs"].shape)}
         built = build(schedule, pp=2, microbatches=MICROBATCHES)
         layout = StageLayout((SIZES["n_layers"] // built.stages,) * built.stages, built.placement)
-        shared_by_two = LlamaDecoder(MODELS["normed"], TensorParallel(2, sequence))
+        shared_by_two = LlamaDecoder(MODELS["normed"], Sharing(TensorParallel(2, sequence)))
         pipeline = Pipeline(
             recording(shared_by_two), built, make_mesh(2, 2, 2), layout.layers_per_stage,
             Execution(zero_stage=2),
@@ -231,7 +232,7 @@ def test_a_layer_is_gathered_while_the_one_before_computes():
     assert not any(made_by_end.intersection(map(id, eqn.invars)) for eqn in starts)
 
 
-SHARING = {  # tensor or context parallelism over two devices: the mesh, and decoder arguments
+SHARING = {  # tensor or context parallelism over two devices: the mesh, and what of `Sharing`
     "tp": ((1, 1, 2), {"devices": TensorParallel(2, sequence=True)}),
     "cp": ((1, 2, 1), {"sequence": ContextParallel(2)}),
 }
@@ -244,8 +245,8 @@ def test_what_is_cut_along_the_sequence_is_stored_in_parts(model, remat, shared)
     """A device stores and sends what the plan counts: half of one device's bytes."""
     sizes_of_mesh, how = SHARING[shared]
     config, mesh = MODELS[model], make_mesh(*sizes_of_mesh, devices=jax.devices()[:2])
-    decoder = LlamaDecoder(config, **how)
-    length = LENGTH // decoder.sequence.size
+    decoder = LlamaDecoder(config, Sharing(**how))
+    length = LENGTH // decoder.sharing.sequence.size
     ids = jax.ShapeDtypeStruct((EXAMPLES, length), "int32")
     key, found = jax.random.key(0), []
     layer = jax.eval_shape(lambda: decoder.init_layer(key, 0))

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.model.attention.causal import CachedKeys
+from jaxpipe.model.attention.causal import CachedKeys, CausalAttention
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
-from jaxpipe.model.layers.parts import PLAIN_DOT, Dot, Init, LayerInputs, LayerParts, RMSNorm, scale
+from jaxpipe.model.layers.parts import PLAIN_DOT, Dot, Init, LayerInputs, RMSNorm, scale
 from jaxpipe.model.layers.rope.rotate import rotary
+from jaxpipe.model.options import LayerParts
 
 # In DeepSeek's code and in transformers the norms of the latents have this epsilon, whatever
 # `rms_norm_eps` is.
@@ -50,13 +51,16 @@ class LatentAttention(nnx.Module):
         keys_and_values = heads * (config.qk_nope_head_dim + config.v_head_dim)
         self.wkv_b = init("attn/wkv_b", (rank, keys_and_values), 0.02, parts.cut(1))
         self.wo = init("attn/wo", (heads * config.v_head_dim, d), out_std, parts.cut(0))
-        self.config, self.parts = config, parts
+        self.attend = CausalAttention(
+            parts.sharing.sequence, config.attention, config.window, parts.ops.documents
+        )
+        self.config, self.devices = config, parts.devices
 
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, given: LayerInputs
     ) -> tuple[jax.Array, CachedKeys | None]:
         """Mix tokens: `[B, L, D] -> [B, L, D]`; the positions are those of all L tokens."""
-        config, devices = self.config, self.parts.devices
+        config, devices = self.config, self.devices
         x_BLD = devices.enter(x_BLD)
         q_BLX, latent_BLX = self._project(x_BLD, given.dot)
         q_BLHK = self._heads(q_BLX, config.head_size)
@@ -67,13 +71,13 @@ class LatentAttention(nnx.Module):
         own = latent_BL1R, key_BL1P, *given.of_attention
         if self._absorbs(given, q_BLHK.shape[1]):
             as_keys = lambda latent, key: (_joined(latent, key), latent)  # noqa: E731
-            mixed_BLHR, past = self.parts.attend(self._absorb(q_BLHK), *own, expand=as_keys)
+            mixed_BLHR, past = self.attend(self._absorb(q_BLHK), *own, expand=as_keys)
             _, to_values_RHV = self._expansions(mixed_BLHR)
             mixed_BLHV = jnp.einsum("blhr,rhv->blhv", mixed_BLHR, to_values_RHV)
         else:
             expand = partial(self._expand, given.dot)
             by_block = given.dot.adds_up
-            mixed_BLHV, past = self.parts.attend(q_BLHK, *own, expand=expand, by_block=by_block)
+            mixed_BLHV, past = self.attend(q_BLHK, *own, expand=expand, by_block=by_block)
         mixed_BLX = mixed_BLHV.reshape(*x_BLD.shape[:2], -1)
         (made_BLD,) = given.dot(mixed_BLX, wo=self.wo[...])
         return devices.leave(made_BLD), past
@@ -100,7 +104,7 @@ class LatentAttention(nnx.Module):
     def _absorbs(self, given: LayerInputs, length: int) -> bool:
         """Whether queries read latents: of one token, and where the kernel has heads so wide."""
         one = given.past is not None and length == 1
-        return one and given.dot == PLAIN_DOT and self.parts.attend.kernel == "xla"
+        return one and given.dot == PLAIN_DOT and self.attend.kernel == "xla"
 
     def _absorb(self, q_BLHK: jax.Array) -> jax.Array:
         """Queries whose products with latents and rotated keys are those with expanded keys.

@@ -18,8 +18,9 @@ from jaxpipe.model.families.llama.decoder import LlamaDecoder
 from jaxpipe.model.families.llama.layers import LlamaLayer
 from jaxpipe.model.layers.moe.experts import PRODUCTS
 from jaxpipe.model.layers.moe.layer import KEEP
-from jaxpipe.model.layers.parts import Init, LayerParts
+from jaxpipe.model.layers.parts import Init
 from jaxpipe.model.loss import count_valid
+from jaxpipe.model.options import LayerParts
 
 Tree = Any
 
@@ -59,7 +60,7 @@ class DeepseekDecoder(LlamaDecoder):
         layer, predicted = nnx.merge(self._layers[kind], params), Predicted(x)
         for k in range(self.config.mtp_depth):
             predicted = self._predict(k, getattr(layer, f"depth_{k}"), predicted, context)
-        states = predicted.states if self.slices > 1 else None
+        states = predicted.states if self.sharing.slices > 1 else None
         return LayerOutput(x, states, predicted.aux)
 
     def _predict(
@@ -71,7 +72,7 @@ class DeepseekDecoder(LlamaDecoder):
         token_BLD = decoder.embed(context.embed_head, context.rows | {"inputs": inputs})
         positions_BL = self._positions(context.rows, x.shape[0], self._length(x))
         own = context._replace(index=jnp.int32(config.n_layers + k))
-        if self.slices > 1:
+        if self.sharing.slices > 1:
             own = own._replace(state=context.state[k])
         output = depth(x, token_BLD, positions_BL, own, self._given(x, own))
         embed_head = nnx.merge(decoder._embed_head_graph, context.embed_head)
@@ -82,7 +83,7 @@ class DeepseekDecoder(LlamaDecoder):
     @cached_property
     def _sharded_over_tp(self) -> "DeepseekDecoder":
         """The decoder whose embedding and head are shared as layers read them: over tp alone."""
-        return replace(self, embed_head_devices=None)
+        return self.with_options(sharing={"embed_head_devices": None})
 
     def reads(self, kind: str) -> tuple[str, ...]:
         """Embedding and head, for predictions."""
@@ -101,7 +102,7 @@ class DeepseekDecoder(LlamaDecoder):
     @property
     def cached(self) -> tuple[int, int, int]:
         """One latent and one rotated key of a token; all heads only where heads are exchanged."""
-        if self.sequence.exchanges_heads:
+        if self.sharing.sequence.exchanges_heads:
             return super().cached
         return 1, self.config.kv_lora_rank, self.config.qk_rope_head_dim
 

@@ -21,7 +21,8 @@ from jaxpipe.model.families.deepseek.attention import LatentAttention
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.llama.layers import LlamaLayer
 from jaxpipe.model.layers.moe.config import DENSE, SPARSE
-from jaxpipe.model.layers.parts import Dot, Init, LayerInputs, LayerParts, RMSNorm
+from jaxpipe.model.layers.parts import Dot, Init, LayerInputs, RMSNorm
+from jaxpipe.model.options import LayerParts
 
 
 class Prediction(nnx.Module):

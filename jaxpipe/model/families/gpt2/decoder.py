@@ -11,7 +11,8 @@ from jaxpipe.model.attention.causal import append_cache
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.families.gpt2.layers import GPT2EmbedHead, GPT2Layer
-from jaxpipe.model.layers.parts import EmbedHeadParts, Init, LayerParts
+from jaxpipe.model.layers.parts import EmbedHeadParts, Init
+from jaxpipe.model.options import LayerParts
 
 Tree = Any
 

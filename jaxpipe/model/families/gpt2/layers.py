@@ -8,7 +8,7 @@ and V where devices share a layer or a sequence, and for the dtypes of the compu
 import jax
 from flax import nnx
 
-from jaxpipe.model.attention.causal import CachedKeys
+from jaxpipe.model.attention.causal import CachedKeys, CausalAttention
 from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.layers.parts import (
     Dot,
@@ -16,9 +16,9 @@ from jaxpipe.model.layers.parts import (
     Init,
     LayerInputs,
     LayerNorm,
-    LayerParts,
     broadcast_last,
 )
+from jaxpipe.model.options import LayerParts
 
 
 class GPT2Attention(nnx.Module):
@@ -35,11 +35,14 @@ class GPT2Attention(nnx.Module):
         self.bv = init("attn/bv", (heads,), 0.0, parts.cut(0))
         self.wo = init("attn/wo", (heads, d), out_std, parts.cut(0))
         self.bo = init("attn/bo", (d,), 0.0, parts.own(differs=parts.devices.sequence))
-        self.width, self.parts = config.head_size, parts
+        self.attend = CausalAttention(
+            parts.sharing.sequence, config.attention, config.window, parts.ops.documents
+        )
+        self.width, self.devices = config.head_size, parts.devices
 
     def __call__(self, x_BLD: jax.Array, given: LayerInputs) -> tuple[jax.Array, CachedKeys | None]:
         """Mix tokens: `[B, L, D] -> [B, L, D]`."""
-        devices, dot = self.parts.devices, given.dot
+        devices, dot = self.devices, given.dot
         x_BLD = devices.enter(x_BLD)
 
         def heads(x_BLX: jax.Array, bias: nnx.Param) -> jax.Array:
@@ -48,7 +51,7 @@ class GPT2Attention(nnx.Module):
 
         products = dot(x_BLD, wq=self.wq[...], wk=self.wk[...], wv=self.wv[...])
         q_BLHK, k_BLHK, v_BLHK = map(heads, products, (self.bq, self.bk, self.bv))
-        mixed_BLHK, past = self.parts.attend(q_BLHK, k_BLHK, v_BLHK, *given.of_attention)
+        mixed_BLHK, past = self.attend(q_BLHK, k_BLHK, v_BLHK, *given.of_attention)
         (made_BLD,) = dot(mixed_BLHK.reshape(*x_BLD.shape[:2], -1), wo=self.wo[...])
         y_BLD = devices.leave(made_BLD)
         return y_BLD + broadcast_last(self.bo[...], y_BLD), past
@@ -64,11 +67,11 @@ class GPT2MLP(nnx.Module):
         self.b_up = init("mlp/b_up", (f,), 0.0, parts.cut(0))
         self.w_down = init("mlp/w_down", (f, d), out_std, parts.cut(0))
         self.b_down = init("mlp/b_down", (d,), 0.0, parts.own(differs=parts.devices.sequence))
-        self.parts = parts
+        self.devices = parts.devices
 
     def __call__(self, x_BLD: jax.Array, dot: Dot) -> jax.Array:
         """Transform each token: `[B, L, D] -> [B, L, D]`."""
-        devices = self.parts.devices
+        devices = self.devices
         (up_BLF,) = dot(devices.enter(x_BLD), w_up=self.w_up[...])
         hidden_BLF = jax.nn.gelu(up_BLF + broadcast_last(self.b_up[...], up_BLF), approximate=True)
         (down_BLD,) = dot(hidden_BLF, w_down=self.w_down[...])

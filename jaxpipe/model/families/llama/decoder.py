@@ -16,7 +16,8 @@ from jaxpipe.model.layers.moe.balance import REAL, ROUTES, Balance
 from jaxpipe.model.layers.moe.config import is_sparse
 from jaxpipe.model.layers.moe.experts import PRODUCTS, run_in_rounds
 from jaxpipe.model.layers.moe.layer import KEEP
-from jaxpipe.model.layers.parts import EmbedHeadParts, Init, LayerParts
+from jaxpipe.model.layers.parts import EmbedHeadParts, Init
+from jaxpipe.model.options import LayerParts
 
 Tree = Any
 
@@ -61,7 +62,7 @@ class LlamaDecoder(CausalDecoder):
 
     def pair(self, kind: str) -> Callable[[Names, Names], Rounds] | None:
         """Rounds that exchange rows with the experts during the paired layer's products."""
-        return run_in_rounds if is_sparse(kind) and self.replicas.size > 1 else None
+        return run_in_rounds if is_sparse(kind) and self.sharing.replicas.size > 1 else None
 
     @cached_property
     def functions(self) -> StageFunctions:
@@ -69,8 +70,8 @@ class LlamaDecoder(CausalDecoder):
         functions = super().functions
         if not self.config.n_experts:
             return functions
-        balance = Balance(self.config, self.devices, self.sequence)
-        reads = (*functions.batch_keys, ROUTES, *(() if self.documents else (REAL,)))
+        balance = Balance(self.config, self.sharing.devices, self.sharing.sequence)
+        reads = (*functions.batch_keys, ROUTES, *(() if self.ops.documents else (REAL,)))
         functions = replace(functions, report=balance.report, batch_keys=reads)
         if balance.variables is None:
             return functions

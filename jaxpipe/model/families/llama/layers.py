@@ -10,14 +10,13 @@ float32 (or wider, if the input is).
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import jax
 from flax import nnx
 
 from jaxpipe.core.contract import Aux, Context, LayerOutput
 from jaxpipe.core.contract.parameter import ParamSpec
-from jaxpipe.model.attention.causal import CachedKeys, append_cache
+from jaxpipe.model.attention.causal import CachedKeys, CausalAttention, append_cache
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
 from jaxpipe.model.layers.gated import gated
@@ -28,13 +27,13 @@ from jaxpipe.model.layers.parts import (
     EmbedHeadParts,
     Init,
     LayerInputs,
-    LayerParts,
     RMSNorm,
     broadcast_last,
     scale,
 )
 from jaxpipe.model.layers.rope.config import RotaryConfig
 from jaxpipe.model.layers.rope.rotate import rotary
+from jaxpipe.model.options import LayerParts
 
 
 class LlamaAttention(nnx.Module):
@@ -67,14 +66,16 @@ class LlamaAttention(nnx.Module):
             norm = parts.own(differs=devices.size > 1)
             self.q_norm = new_norm("attn/q_norm", k, config, init, norm)
             self.k_norm = new_norm("attn/k_norm", k, config, init, norm)
-        self.config, self.parts = config, parts
-        self.attend = replace(parts.attend, window=config.sliding_window)
+        self.config, self.devices = config, devices
+        self.attend = CausalAttention(
+            parts.sharing.sequence, config.attention, config.window, parts.ops.documents
+        )
 
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, given: LayerInputs
     ) -> tuple[jax.Array, CachedKeys | None]:
         """Mix tokens: `[B, L, D] -> [B, L, D]`; the positions are those of all L tokens."""
-        config, devices, dot = self.config, self.parts.devices, given.dot
+        config, devices, dot = self.config, self.devices, given.dot
         x_BLD = devices.enter(x_BLD)
 
         def heads(x_BLX: jax.Array) -> jax.Array:
@@ -114,7 +115,7 @@ class LlamaAttention(nnx.Module):
         """The part of a key or value weight, or bias, for the heads that our queries use."""
         if self.own_kv:
             return weight
-        devices = self.parts.devices
+        devices = self.devices
         head = devices.index() * self.config.n_kv_heads // devices.size
         k = self.config.head_size
         return jax.lax.dynamic_slice_in_dim(weight, head * k, k, axis=-1)
@@ -129,11 +130,11 @@ class LlamaMLP(nnx.Module):
         self.w_gate = init(f"{name}/w_gate", (d, f), 0.02, parts.cut(1))
         self.w_up = init(f"{name}/w_up", (d, f), 0.02, parts.cut(1))
         self.w_down = init(f"{name}/w_down", (f, d), out_std, parts.cut(0))
-        self.gate, self.parts = config.GATE, parts
+        self.gate, self.devices = config.GATE, parts.devices
 
     def __call__(self, x_BLD: jax.Array, dot: Dot) -> jax.Array:
         """Transform each token: `[B, L, D] -> [B, L, D]`."""
-        return self.parts.devices.leave(self.of_whole(self.parts.devices.enter(x_BLD), dot))
+        return self.devices.leave(self.of_whole(self.devices.enter(x_BLD), dot))
 
     def of_whole(self, x_BLD: jax.Array, dot: Dot) -> jax.Array:
         """The same for x on which `enter` was called; returns a partial sum for `leave`."""

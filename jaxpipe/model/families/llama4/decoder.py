@@ -13,8 +13,9 @@ from jaxpipe.model.families.llama.decoder import LlamaDecoder
 from jaxpipe.model.families.llama.layers import LlamaAttention, LlamaLayer
 from jaxpipe.model.families.llama4.config import Llama4Config
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
-from jaxpipe.model.layers.parts import Init, LayerParts
+from jaxpipe.model.layers.parts import Init
 from jaxpipe.model.layers.rope.rotate import rotary
+from jaxpipe.model.options import LayerParts
 
 
 class Llama4Attention(LlamaAttention):

@@ -233,8 +233,10 @@ class CapacityDispatch:
         return min(math.ceil(self.factor * length * copies / self.count), length)
 
 
-def choose_dispatch(config: MixtureConfig, replicas: AllExperts, product: Product) -> Dispatch:
-    """Return the dispatch of a model's sparse layers."""
+def choose_dispatch(
+    config: MixtureConfig, replicas: AllExperts, product: Product = lax.ragged_dot
+) -> Dispatch:
+    """Return the dispatch of a model's sparse layers; `product` is the grouped product."""
     if config.capacity_factor:
         return CapacityDispatch(config.n_experts, replicas, config.capacity_factor)
     return DroplessDispatch(config.n_experts, replicas, product)

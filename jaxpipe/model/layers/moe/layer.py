@@ -10,7 +10,8 @@ from jaxpipe.model.layers.moe.config import MixtureConfig
 from jaxpipe.model.layers.moe.dispatch import SLOTS
 from jaxpipe.model.layers.moe.experts import Experts, choose_dispatch
 from jaxpipe.model.layers.moe.router import CHOICE, Router
-from jaxpipe.model.layers.parts import Dot, Init, LayerParts
+from jaxpipe.model.layers.parts import Dot, Init
+from jaxpipe.model.options import LayerParts
 
 KEEP = (CHOICE, LOADS, SLOTS)  # checkpoint names that F stores under every `train.remat`
 
@@ -25,15 +26,14 @@ class MixtureOfExperts(nnx.Module):
         self.experts = Experts(config, parts.devices, init)
         if shared is not None:
             self.shared = shared
-        dispatch = parts.dispatch or choose_dispatch
-        self.dispatch = dispatch(config, parts.replicas, parts.product)
-        self.parts = parts
-        sequence = parts.attend.sequence
-        self.balance = Balance(config, parts.devices, sequence, parts.recorded)
+        sharing, ops = parts.sharing, parts.ops
+        self.dispatch = (ops.dispatch or choose_dispatch)(config, sharing.replicas)
+        self.balance = Balance(config, sharing.devices, sharing.sequence, ops.records_routes)
+        self.devices = sharing.devices
 
     def __call__(self, x_BLD: jax.Array, context: Context, dot: Dot) -> tuple[jax.Array, Aux]:
         """Transform each token, `[B, L, D] -> [B, L, D]`, and return the auxiliary output."""
-        x_BLD = self.parts.devices.enter(x_BLD)
+        x_BLD = self.devices.enter(x_BLD)
         given_BLK = self._given(x_BLD, context)
         routes = self.router(x_BLD, self.balance.bias(context), given_BLK)
         routes = routes._replace(real_BL=real_tokens(context.rows))
@@ -42,7 +42,7 @@ class MixtureOfExperts(nnx.Module):
         if self.balance.config.shared_experts:
             y_BLD += self.shared.of_whole(x_BLD, dot)
         aux = self.balance.aux_outputs(routes, dropped, context.index)
-        return self.parts.devices.leave(y_BLD), aux
+        return self.devices.leave(y_BLD), aux
 
     def _given(self, x_BLD: jax.Array, context: Context) -> jax.Array | None:
         """This layer's recorded choice in the microbatch, `[B, L, K]`; None if there is none."""

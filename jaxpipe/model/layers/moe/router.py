@@ -13,7 +13,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.model.layers.moe.config import MixtureConfig
-from jaxpipe.model.layers.parts import Init, LayerParts, broadcast_last
+from jaxpipe.model.layers.parts import Init, broadcast_last
+from jaxpipe.model.options import LayerParts
 
 CHOICE = "experts"  # checkpoint name of the chosen indices, which F always stores
 
