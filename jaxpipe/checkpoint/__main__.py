@@ -42,6 +42,7 @@ from jaxpipe.config.paths import any_path
 from jaxpipe.config.units import parse_bytes
 from jaxpipe.model import FAMILIES
 from jaxpipe.runtime import command
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage.directory import locked
 from jaxpipe.runtime.storage.files import local_copy, open_path, written
 from jaxpipe.runtime.storage.spool import local_folder
@@ -147,7 +148,7 @@ def _import_for(arguments: argparse.Namespace, path: str, overrides: list[str]) 
     config = configs.load(path, overrides)
     meta = {"config": configs.to_toml(config)}
     folder = local_folder(config.run.dir)
-    with contextlib.nullcontext() if arguments.out else locked(folder, print):
+    with contextlib.nullcontext() if arguments.out else locked(folder, print, Group()):
         directory = open_path(arguments.out or f"{config.run.dir}/imported")
         step = import_huggingface(arguments.source, config.model, directory, meta)
     hf_config = read_config(arguments.source)

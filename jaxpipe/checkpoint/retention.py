@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxpipe.checkpoint.integrity import DamagedError, read_meta
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime import processes
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage.files import AnyPath
 
 LINEAGE = "run"  # metadata entry: a word for the run that has saved the checkpoint
@@ -38,7 +38,7 @@ class Retention:
         self.lineage = found[1].get(LINEAGE, self.lineage)
         return found
 
-    def note_foreign(self, steps: Sequence[int]) -> None:
+    def note_foreign(self, steps: Sequence[int], group: Group) -> None:
         """Find those of other runs that the next save would remove. All processes call it.
 
         One that cannot be read now stays too, until a later save can read it.
@@ -46,7 +46,9 @@ class Retention:
         old = self._removable([*steps, max(steps, default=0) + 1]) - self._foreign
         self._unread = set()
         if old:
-            found = processes.from_first("foreign", lambda: json.dumps(self._not_own(old)))
+            found = group.from_first(
+                "checkpoints of other runs", lambda: json.dumps(self._not_own(old))
+            )
             foreign, unread = map(set, json.loads(found))
             self._foreign, self._unread = self._foreign | foreign, unread
 

@@ -23,6 +23,7 @@ from jaxpipe.checkpoint.retention import LINEAGE, Retention
 from jaxpipe.checkpoint.save_barrier import Manager, SaveBarrier
 from jaxpipe.config import ConfigError
 from jaxpipe.runtime import position, processes
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage import files as storage
 from jaxpipe.runtime.storage.errors import (
     as_os_errors,
@@ -49,7 +50,8 @@ class CheckpointStore:
     Every save adds the entries of `carried` to its metadata. The newest `keep` checkpoints stay on
     disk, those of steps that are multiples of `keep_every` (0: no others), and all that another run
     has saved there. `check_owner` is called before anything is written or removed, and does not
-    return if another run uses the directory. Raises `ConfigError` where it cannot be written.
+    return if another run uses the directory. `group` is by default that of this process. Raises
+    `ConfigError` where the directory cannot be written.
 
     >>> import jax, tempfile
     >>> import jax.numpy as jnp
@@ -82,9 +84,11 @@ class CheckpointStore:
         say: Callable[[str], None] = print,
         local: "LocalSaves | None" = None,
         check_owner: Callable[[], None] = lambda: None,
+        group: Group | None = None,
     ):
         self.local, self.directory = local, storage.absolute(directory)
         self._check_owner = check_owner
+        self._group = group = group or processes.group()
         self.keying = keying
         self.carried: dict[str, Any] = {}
         self._asynchronous, self._say = asynchronous, say
@@ -92,14 +96,14 @@ class CheckpointStore:
         self._last: tuple[int, Tree, Meta] = -1, None, {}
         use_store_of(self.directory)
         suppress_orbax_errors()
-        with processes.first_before_others("checkpoints"):
+        with group.first_before_others("directory of checkpoints"):
             check_writable(self.directory)
             self._remove_unfinished()  # left by a killed process: no other run writes here
         # With `active_processes` Orbax synchronizes them by the coordination service. Its device
         # collective would run among the collectives of the steps.
         active = set(range(jax.process_count())) if jax.process_count() > 1 else None
         self._barrier = SaveBarrier()
-        word = processes.from_first("lineage", lambda: secrets.token_hex(8))
+        word = group.from_first("word of the checkpoints", lambda: secrets.token_hex(8))
         self._retention = Retention(self.directory, keep, keep_every, word)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._retention,
@@ -156,12 +160,14 @@ class CheckpointStore:
         while True:
             self.wait()
             found, cause = self._is_listed(step)
-            written = bool(processes.largest(int(found)))
-            unanswered = processes.largest(int(self._unanswered or cause is not None))
+            written = self._group.any("is a step written", found)
+            unanswered = self._group.any(
+                "did storage answer", self._unanswered or cause is not None
+            )
             if written or not unanswered:
                 return written
             late = self._last[0] != step or is_over(str(self.directory), started)
-            if processes.largest(int(late)):
+            if self._group.any("is a save late", late):
                 raise ConfigError(
                     f"step {step} is not saved: {self.directory} does not answer: see that this "
                     f"machine reaches it, and start the same command again."
@@ -171,7 +177,7 @@ class CheckpointStore:
 
     def _is_listed(self, step: int) -> tuple[bool, Exception | None]:
         """Whether process 0 finds a step, False in others; and the error that keeps it from it."""
-        if not processes.first():
+        if not self._group.is_first:
             return False, None
         try:
             found = retry(lambda: list_steps(self.directory), str(self.directory), self._say)
@@ -197,7 +203,7 @@ class CheckpointStore:
             self._check_all_can_write()
             if step in self.steps:
                 return
-            self._retention.note_foreign(self.steps)
+            self._retention.note_foreign(self.steps, self._group)
             self._barrier.begin()
             self._unanswered = self._failing = False
             self._manager.save(step, args=args)
@@ -206,7 +212,7 @@ class CheckpointStore:
 
     def _is_known(self, step: int) -> bool:
         """Whether all processes know that a step is on disk."""
-        return not processes.largest(int(self._stale or step not in self.steps))
+        return not self._group.any("is a step to be saved", self._stale or step not in self.steps)
 
     def save_locally(self, step: int, state: Tree, meta: dict[str, Any]) -> None:
         """Save a step as `save` does, but in `local`, where it stays until the next."""
@@ -225,8 +231,8 @@ class CheckpointStore:
         """Remove the checkpoints of steps after `last_step`, from which the run goes on."""
         self.wait()
         self.clear_local()
-        with processes.first_before_others("remove_after"):
-            if processes.first():
+        with self._group.first_before_others("removal of later steps"):
+            if self._group.is_first:
                 retry(lambda: self._remove_later(last_step), str(self.directory), self._say)
         retry(self._reload, str(self.directory), self._say)
 
@@ -266,7 +272,7 @@ class CheckpointStore:
                 return self._retention.continue_from(found)
             except ConfigError as error:  # in all processes
                 late = is_over(str(self.directory), started)
-                if processes.largest(int(late or not passes(error, worked=True))):
+                if self._group.any("is a restore late", late or not passes(error, worked=True)):
                     raise
                 if not attempt:
                     say(f"warning: {path} does not answer ({error.__cause__}): it is read again")
@@ -281,9 +287,9 @@ class CheckpointStore:
     def _set_aside(self, step: int) -> AnyPath:
         names = itertools.chain([f"damaged-{step}"], (f"damaged-{step}-{i}" for i in range(2, 99)))
         aside = next(path for name in names if not (path := self.directory / name).exists())
-        processes.largest(0)  # barrier: all choose the same name before the first renames
-        with processes.first_before_others(f"damaged {step}"):
-            if processes.first():
+        self._group.barrier("name for a damaged step")  # before the first renames it
+        with self._group.first_before_others(f"removal of damaged step {step}"):
+            if self._group.is_first:
                 try:
                     storage.move_tree(self.directory / str(step), aside)
                 except OSError as error:
@@ -297,7 +303,7 @@ class CheckpointStore:
     def _remove_unfinished(self) -> None:
         """Remove files of a killed or failed save, which can be as large as the full state."""
         self._check_owner()
-        if processes.first():
+        if self._group.is_first:
             for path in list_unfinished(self.directory):
                 storage.remove_tree(path)
 
@@ -327,8 +333,8 @@ class CheckpointStore:
             retry(prepare, str(self.directory), self._say)
         except OSError as error:
             cause = error
-        if processes.largest(int(cause is not None)):
-            self._unanswered = bool(processes.largest(int(passes(cause, worked=True))))
+        if self._group.any("can all write", cause is not None):
+            self._unanswered = self._group.any("does storage answer", passes(cause, worked=True))
             other = ConnectionError if self._unanswered else OSError
             raise cause or other("another process cannot write")
 

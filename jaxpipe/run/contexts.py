@@ -27,6 +27,7 @@ from jaxpipe.run.watch.progress import Progress
 from jaxpipe.run.watch.status import recordings
 from jaxpipe.run.watch.summary import summary
 from jaxpipe.runtime import position, processes
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.programs.compile_cache import use_compile_cache
 from jaxpipe.runtime.programs.compiler import check_version
 from jaxpipe.runtime.storage.directory import WriteGuard, check_shared, locked
@@ -42,12 +43,13 @@ Say = Callable[[str], None]
 
 
 class Files(NamedTuple):
-    """The run directory, which this run holds: its folder on this machine, and who watches it."""
+    """The run directory, which this run holds: its folder on this machine, and who shares it."""
 
     directory: Path
     spool: Spool
     owner: Ownership
     watchdog: Watchdog
+    group: Group
 
 
 class Training(NamedTuple):
@@ -60,10 +62,10 @@ class Training(NamedTuple):
 
 
 def plan(
-    config: Config, say: Say, *, only_seed: bool = False
+    config: Config, say: Say, group: Group, *, only_seed: bool = False
 ) -> tuple[RunPlan, list[jax.Device]] | None:
     """The plan of a run and its devices; None in a process that it does not need."""
-    processes.check_alike("programs", lambda: programs_of(config))
+    group.check_alike("programs", lambda: programs_of(config))
     check_version(jax.default_backend())
     use_compile_cache(config.runtime.compile_cache, say)
     devices = jax.devices()
@@ -80,18 +82,18 @@ def plan(
 
 
 @contextlib.contextmanager
-def open_files(config: Config, say: Say) -> Iterator[Files]:
+def open_files(config: Config, say: Say, group: Group) -> Iterator[Files]:
     """Hold the run directory, watched for hangs, while the body runs."""
     directory = local_folder(config.run.dir)
-    with Watchdog(config.runtime.hang_timeout) as watchdog, locked(directory, say) as lock:
+    with Watchdog(config.runtime.hang_timeout) as watchdog, locked(directory, say, group) as lock:
         if not is_address(config.run.dir):
-            check_shared(directory)
+            check_shared(directory, group)
         with (
-            Spool(config.run.dir, say) as spool,
-            Ownership(spool, lock) as owner,
+            Spool(config.run.dir, say, group) as spool,
+            Ownership(spool, lock, group) as owner,
             watchdog.files_in(spool),
         ):
-            yield Files(directory, spool, owner, watchdog)
+            yield Files(directory, spool, owner, watchdog, group)
 
 
 @contextlib.contextmanager
@@ -103,13 +105,14 @@ def open_training(
         plan, message = measure(plan)
         say(message)
     position.enter("open")
+    group = files.group
     trainer, config = Trainer(plan, devices, inputs_of_programs(plan)), plan.config
     files.watchdog.place = place_of(trainer.mesh)
-    data = open_run_data(config, files.directory)
-    processes.check_alike("results", lambda: results_of(plan, data))
+    data = open_run_data(config, files.directory, group)
+    group.check_alike("results", lambda: results_of(plan, data))
     if config.train.eval_every:  # opening raises if there is too little
         data.heldout.batches(0, **trainer.sharder.sizes).close()
-    silent = not processes.first()
+    silent = not group.is_first
     with (
         Progress(config.train.steps, config.log, silent=silent) as progress,
         CheckpointStore(
@@ -119,14 +122,15 @@ def open_training(
             asynchronous=config.checkpoint.asynchronous,
             keying=StateKeying(trainer.layout, trainer.sharding),
             say=progress.say,
-            local=_local_saves(config, files.spool.shared),
+            local=_local_saves(config, files.spool.shared, group),
             check_owner=files.owner.check,
+            group=group,
         ) as checkpoints,
     ):
         yield Training(trainer, data, progress, checkpoints)
 
 
-def open_run_data(config: Config, directory: Path) -> RunData:
+def open_run_data(config: Config, directory: Path, group: Group) -> RunData:
     """Open the run's data; the first process prepares it before the others where needed."""
     if config.train.loss_rows:
         raise ConfigError(
@@ -135,7 +139,7 @@ def open_run_data(config: Config, directory: Path) -> RunData:
         )
     try:
         fetch_data(config.data)  # on all hosts at once, each into its own cache
-        with processes.first_before_others("data"):
+        with group.first_before_others("data"):
             return retry(
                 lambda: open_data(
                     config.data,
@@ -156,11 +160,11 @@ def open_run_data(config: Config, directory: Path) -> RunData:
         ) from error
 
 
-def _local_saves(config: Config, directory: AnyPath) -> LocalSaves | None:
+def _local_saves(config: Config, directory: AnyPath, group: Group) -> LocalSaves | None:
     """The local saves of the run in this directory; None if it makes none."""
     if not config.checkpoint.local_every:
         return None
-    return LocalSaves(Path(config.checkpoint.local_dir), run_word(directory))
+    return LocalSaves(Path(config.checkpoint.local_dir), run_word(directory, group), group)
 
 
 def restore(
@@ -176,7 +180,7 @@ def restore(
     position.enter("restore")
     state, seen = start(trainer, data, checkpoints, progress.say)
     started = {"the step to go on from": str(int(state.step)), "the data position": str(seen)}
-    processes.check_alike("start", lambda: started)
+    files.group.check_alike("start", lambda: started)
     return state, seen
 
 
@@ -187,7 +191,7 @@ def open_loop(training: Training, files: Files, step: int) -> Iterator[TrainLoop
     config, log = trainer.config, None
     files.owner.check()
     with contextlib.ExitStack() as stack:
-        if processes.first():
+        if files.group.is_first:
             guard = WriteGuard(progress.say)
             note_start(config, step, guard)
             shown_on = open_loggers(config, step, guard)

@@ -95,7 +95,8 @@ class CorruptionCheck:
         if order not in self._compiled:
             self._compiled[order], took = compile_timed(gradient_program(trainer), *inputs)
             self._say(f"corruption check {order}: {took}")
-            processes.largest(0)  # gloo gives up on processes that compile for longer than others
+            # gloo gives up on processes that compile for longer than others
+            processes.group().barrier(f"compiled corruption check {order}")
         marks, gradients = self._compiled[order](*inputs)
         return CheckedGradients(_gathered(marks), list(trainer.mesh.devices.flat), gradients)
 
@@ -192,7 +193,7 @@ def _gathered(marks: jax.Array) -> np.ndarray:
         for shard in marks.addressable_shards
     }
     merged: dict[str, int] = {}
-    for text in processes.gather("fingerprints", json.dumps(own)):
+    for text in processes.group().gather("fingerprints", json.dumps(own)):
         merged |= json.loads(text)
     return np.array([merged[str(place)] for place in range(marks.size)], np.uint32)
 

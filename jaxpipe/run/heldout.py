@@ -48,7 +48,7 @@ def _alike(batches: Iterator[Batch]) -> Iterator[Batch]:
             batch = next(batches, None)
         except (ConfigError, OSError) as error:
             cause = error
-        processes.refuse(str(cause or ""), cause)
+        processes.group().refuse("held-out batch", str(cause or ""), cause)
         if batch is None:
             return
         yield batch

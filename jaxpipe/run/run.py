@@ -72,13 +72,13 @@ class Run:
         from jaxpipe.run import contexts  # imports jax
 
         position.enter("plan")
-        planned = contexts.plan(self.config, self._messages.append, only_seed=self._only_seed)
+        say, group = self._messages.append, processes.group()
+        planned = contexts.plan(self.config, say, group, only_seed=self._only_seed)
         if planned is None:
             self.is_needed = False
             return self
         with contextlib.ExitStack() as stack:
-            say = self._messages.append
-            self.files = stack.enter_context(contexts.open_files(self.config, say))
+            self.files = stack.enter_context(contexts.open_files(self.config, say, group))
             opened = contexts.open_training(*planned, self.files, say)
             self.training = stack.enter_context(opened)
             self.config = self.training.trainer.config

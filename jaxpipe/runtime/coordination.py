@@ -37,6 +37,10 @@ _INTRUDER = re.compile(r"(\d+) unexpectedly tried to connect")  # in jax's texts
 _UNLIMITED = 2**31 - 1  # milliseconds; `Watch` notices that another process is gone
 
 
+class DivergedError(RuntimeError):
+    """The processes of a run make different calls, and would wait for each other for ever."""
+
+
 class Service:
     """This process's client of the coordination service: values by key, and barriers.
 
@@ -59,13 +63,23 @@ class Service:
         self._previous: str | None = None
 
     def gather(self, name: str, value: str) -> list[str]:
-        """The value of each process, by process index. Blocks until all main threads call it."""
-        folder = f"jaxpipe/gathered/{next(self._calls)}/{name}"
-        found = self.gather_in(folder, value)
+        """The value of each process, by process index. Blocks until all main threads call it.
+
+        Raises:
+          DivergedError: a process calls it with another name, so that it is somewhere else.
+        """
+        folder = f"jaxpipe/gathered/{next(self._calls)}"
+        pairs = [json.loads(text) for text in self.gather_in(folder, json.dumps([name, value]))]
         if self._previous:  # all have read it, since all have called this method again
             self.client.key_value_delete(self._previous)
         self._previous = f"{folder}/{self.index}"
-        return found
+        for index, (other, _) in enumerate(pairs):
+            if other != pairs[0][0]:
+                raise DivergedError(
+                    f"process {index} is at {other!r} while process 0 is at {pairs[0][0]!r}: this "
+                    f"is a fault of jaxpipe, or of code that it was given"
+                )
+        return [value for _, value in pairs]
 
     def gather_in(self, folder: str, value: str, seconds: float | None = None) -> list[str]:
         """Like `gather`, but once per folder, and with a timeout."""
@@ -82,13 +96,6 @@ class Service:
         """The values in a folder, by the number that ends their key."""
         pairs = self.client.key_value_dir_get(f"{folder}/")
         return {int(key.rpartition("/")[2]): value for key, value in pairs}
-
-    def from_first(self, key: str, value: str) -> str:
-        """The value that process 0 passes for this key; works once per key."""
-        if self.index == 0:
-            self.client.key_value_set(key, value)
-            return value
-        return self.client.blocking_key_value_get(key, _UNLIMITED)
 
 
 class Watch(threading.Thread):

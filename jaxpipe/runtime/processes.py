@@ -1,6 +1,7 @@
-"""The processes of a run: how they find each other, and what they agree on.
+"""The processes of a run: how they find each other, and how they end together.
 
-With one process every function here does nothing. Importing this module does not import jax.
+With one process every function here does nothing. What they agree on is in `group.py`. Importing
+this module does not import jax.
 """
 
 import contextlib
@@ -10,12 +11,12 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime.coordination import SILENT_SECONDS, Service, Watch
-from jaxpipe.runtime.storage.errors import passes
+from jaxpipe.runtime.group import Group
 
 
 class NotMetError(Exception):
@@ -144,42 +145,14 @@ def first() -> bool:
     return jax.process_index() == 0
 
 
-@contextlib.contextmanager
-def first_before_others(name: str) -> Iterator[None]:
-    """Run the body in process 0, and only then in the others."""
-    if not several():
-        yield
-        return
-    service = _met[0].service
-    if not first():
-        service.gather(name, "")
-    try:
-        yield
-    finally:
-        if first():
-            service.gather(name, "")
+def group() -> Group:
+    """The processes of this run, for calls that all make together."""
+    return Group(_met[0].service if _met else None)
 
 
 def several() -> bool:
     """Whether this is one of several connected processes."""
     return bool(_met)
-
-
-def largest(value: int) -> int:
-    """The largest of the processes' values, on every process."""
-    return max(map(int, gather("largest", str(value))))
-
-
-def from_first(name: str, text_of: Callable[[], str]) -> str:
-    """The text that process 0 computes, in every process; all of them call it."""
-    if not several():
-        return text_of()
-    return _met[0].service.gather(name, text_of() if first() else "")[0]
-
-
-def gather(name: str, text: str) -> list[str]:
-    """The texts of all processes, by process; all of them call it, and wait for each other."""
-    return _met[0].service.gather(name, text) if several() else [text]
 
 
 def post(key: str, text: str) -> None:
@@ -194,25 +167,6 @@ def posted(key: str) -> dict[int, str]:
     return _met[0].service.numbered(key) if several() else {}
 
 
-def refuse(reason: str, cause: BaseException | None = None) -> None:
-    """Raise `ConfigError` in all processes if one gives a reason; "" is none. All call it.
-
-    The exit code is the same in all, by `cause_in_all`.
-    """
-    reason, cause = next(filter(None, gather("refuse", reason)), ""), cause_in_all(cause)
-    if reason:
-        raise ConfigError(reason) from cause
-
-
-def cause_in_all(error: BaseException | None) -> BaseException | None:
-    """This process's error; without one, another's if that is that storage does not answer.
-
-    All call it: they end with the same exit code then.
-    """
-    unanswered = largest(int(passes(error)))
-    return error or (ConnectionError("in another process") if unanswered else None)
-
-
 def devices_of_host() -> int:
     """Number of devices per host (the smallest over hosts), counting all processes of a host."""
     import jax
@@ -221,7 +175,7 @@ def devices_of_host() -> int:
     if not several():
         return own
     devices: Counter[str] = Counter()
-    for value in _met[0].service.gather("hosts", json.dumps([socket.gethostname(), own])):
+    for value in group().gather("hosts", json.dumps([socket.gethostname(), own])):
         host, count = json.loads(value)
         devices[host] += count
     return min(devices.values())
@@ -236,7 +190,7 @@ def devices_of_process() -> int:
 
     if not several():
         return 1
-    counts = list(map(int, gather("devices", str(jax.local_device_count()))))
+    counts = list(map(int, group().gather("devices", str(jax.local_device_count()))))
     return counts[0] if len(set(counts)) == 1 else sum(counts)
 
 
@@ -263,30 +217,6 @@ def go_on_with(count: int, reason: str) -> bool:
     os.environ |= dict(zip(_NAMES, (address, str(count), str(index))))
     sys.stdout.flush()
     os.execv(sys.executable, sys.orig_argv)
-
-
-def check_alike(name: str, parts_of: Callable[[], Mapping[str, str]]) -> None:
-    """Compare texts by name that must be equal in all processes; all of them call it.
-
-    Processes that differ would deadlock or compute garbage.
-
-    Raises:
-      ConfigError: in all processes; it names the first entry in which a process differs from
-        process 0.
-    """
-    if not several():
-        return
-    service, parts, reason = _met[0].service, parts_of(), ""
-    theirs = json.loads(service.from_first(f"jaxpipe/alike/{name}", json.dumps(parts)))
-    for part in {**theirs, **parts}:
-        own, first_has = (has.get(part, "nothing") for has in (parts, theirs))
-        if own != first_has:
-            reason = (
-                f"the processes of this run differ in {part}: {own} in process {service.index}, "
-                f"{first_has} in process 0; start all with the same command, files and versions."
-            )
-            break
-    refuse(reason)
 
 
 def stops_after(step: int, wanted: int) -> int:

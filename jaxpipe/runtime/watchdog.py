@@ -81,9 +81,9 @@ class Watchdog:
             return self
         watch = processes.watch()
         self._service = watch.service if watch else None
-        started = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S")
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S")
+        started = processes.group().from_first("time of the start", lambda: now)
         if watch:
-            started = watch.service.from_first("jaxpipe/started", started)
             watch.last_words = self._write_stacks
         self._started, self._main = started, threading.get_ident()
         self._index, self._count = processes.place()

@@ -90,7 +90,7 @@ class CompiledSteps:
                 stored=self._trainer.programs.find(key, state, batch),
             )  # fmt: skip
             self._say(f"{key}: {took}")
-            processes.largest(0)
+            processes.group().barrier(f"compiled {key}")
             position.enter(phase)
         return self._met[key]
 
@@ -117,7 +117,7 @@ class CompiledSteps:
         key = name, rows // parallel.slices, whole
         program = self._ask(*key).result()
         if key not in self._ready:
-            processes.largest(0)
+            processes.group().barrier("compiled {} of {} rows of {}".format(*key))
             self._ready.add(key)
         position.enter(phase)
         return program

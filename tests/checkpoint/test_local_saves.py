@@ -13,6 +13,7 @@ from jaxpipe.checkpoint.exclusion import leaves_by_name
 from jaxpipe.checkpoint.local.saves import LocalSaves, neighbour_of, run_word
 from jaxpipe.config import ConfigError, load
 from jaxpipe.planning.rules.across import check_settings
+from jaxpipe.runtime.group import Group
 from jaxpipe.training.trainer import Trainer
 
 VOCABULARY = "model.vocab_size=251"
@@ -27,7 +28,7 @@ class Run:
         config = load(SMALL, ["train.eval_every=0", *overrides])
         self.trainer = Trainer.resolve(config, jax.devices()[: config.parallel.devices])
         self.keying = StateKeying(self.trainer.layout, self.trainer.sharding)
-        self.said, self.saves = [], LocalSaves(folder, "run")
+        self.said, self.saves = [], LocalSaves(folder, "run", Group())
 
     def __enter__(self):
         return self
@@ -79,7 +80,7 @@ def small(tmp_path_factory):
 
 def restart(run, folder):
     run.saves.close(run.said.append)
-    run.saves = LocalSaves(folder, "run")
+    run.saves = LocalSaves(folder, "run", Group())
     run.said.clear()
 
 
@@ -170,17 +171,17 @@ def test_a_run_goes_on_from_a_local_save(tmp_path, monkeypatch, capsys):
 
 def test_a_copy_of_a_run_has_a_word_of_its_own(tmp_path):
     (tmp_path / "one").mkdir()
-    word = run_word(tmp_path / "one")
+    word = run_word(tmp_path / "one", Group())
     shutil.copytree(tmp_path / "one", tmp_path / "two")
-    assert run_word(tmp_path / "two") != word == run_word(tmp_path / "one")
+    assert run_word(tmp_path / "two", Group()) != word == run_word(tmp_path / "one", Group())
     (tmp_path / "one" / "local_saves").write_text(word)  # as earlier versions wrote it
-    assert run_word(tmp_path / "one") == word
+    assert run_word(tmp_path / "one", Group()) == word
 
 
 def test_a_folder_must_be_writable(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="checkpoint.local_dir=.* cannot be written .Not a dir"):
-        LocalSaves(tmp_path / "file", "run")
+        LocalSaves(tmp_path / "file", "run", Group())
 
 
 @pytest.mark.parametrize("setting", ["local_every=2", "local_dir=folder"])

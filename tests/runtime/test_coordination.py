@@ -13,9 +13,11 @@ import pytest
 from commands import start
 from several import ends, free_port
 
+from jaxpipe.config import ConfigError
 from jaxpipe.runtime import coordination
-from jaxpipe.runtime.coordination import Service, Watch
+from jaxpipe.runtime.coordination import DivergedError, Service, Watch
 from jaxpipe.runtime.exit_code import ExitCode
+from jaxpipe.runtime.group import Group
 
 
 class Store:
@@ -137,6 +139,51 @@ def test_what_is_gathered_is_in_the_order_of_processes(left):
     in_threads([lambda service=service: run(service) for service in services(12)])
     want = [str(10 * i) for i in range(12)], [str(20 * i) for i in range(12)]
     assert all(pair == want for pair in found.values())
+
+
+def test_processes_that_diverge_stop_with_both_names(left):
+    """One saves where the others wait: each of them meets the others at the same number."""
+    found = {}
+
+    def run(service):
+        group = Group(service)
+        group.barrier("start")
+        try:
+            group.barrier("save") if group.index == 2 else group.largest("step", group.index)
+        except DivergedError as error:
+            found[group.index] = str(error)
+
+    in_threads([lambda service=service: run(service) for service in services(3)])
+    assert set(found) == {0, 1, 2}
+    for sentence in found.values():
+        assert sentence.startswith("process 2 is at 'save' while process 0 is at 'step'")
+
+
+def test_the_first_process_runs_before_the_others(left):
+    order = []
+
+    def run(service):
+        group = Group(service)
+        time.sleep(0.1 * group.is_first)
+        with group.first_before_others("data"):
+            order.append(group.index)
+        assert group.from_first("word", lambda: f"of {group.index}") == "of 0"
+        assert group.largest("number", 3 * group.index) == 6
+        with pytest.raises(ConfigError, match="of 1"):
+            group.refuse("bad", "of 1" if group.index == 1 else "")
+
+    in_threads([lambda service=service: run(service) for service in services(3)])
+    assert order[0] == 0
+    assert sorted(order) == [0, 1, 2]
+
+
+def test_one_process_is_a_group_of_its_own():
+    group = Group()
+    assert (group.index, group.count, group.is_first) == (0, 1, True)
+    assert group.gather("a", "text") == ["text"]
+    assert group.any("b", True)
+    with pytest.raises(ConfigError, match="no"):
+        group.refuse("c", "no")
 
 
 @pytest.mark.parametrize(

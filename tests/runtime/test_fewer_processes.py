@@ -22,7 +22,7 @@ def test_those_that_are_needed_start_anew():
         "from jaxpipe.runtime import processes",
         "processes.join()",
         "needed = processes.go_on_with(2, 'two suffice')",
-        "print(processes.place(), needed, processes.gather('name', 'here'))",
+        "print(processes.place(), needed, processes.group().gather('name', 'here'))",
         "processes.finish()",
     ])  # fmt: skip
     ended = ends(start_all(3, [sys.executable, "-c", code], {"JAX_PLATFORMS": "cpu"}))

@@ -14,6 +14,7 @@ from several import wait_for_step
 
 from jaxpipe.config import ConfigError, RunConfig, load
 from jaxpipe.runtime import processes
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage import ownership
 from jaxpipe.runtime.storage.directory import LOCK, locked, resolve_links
 from jaxpipe.runtime.storage.ownership import OWNER, Ownership
@@ -40,7 +41,7 @@ def report(directory, age=0.0, **other):
 
 
 def claim(directory, lock=None):
-    return Ownership(Spool(str(directory), print), lock)
+    return Ownership(Spool(str(directory), print, Group()), lock, Group())
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_a_run_stops_once_another_start_has_taken_its_directory(tmp_path, left):
 
 def test_a_run_stops_once_another_directory_is_in_place_of_its_own(tmp_path, left):
     run = tmp_path / "run"
-    with locked(run, print) as lock, claim(run, lock) as owner:
+    with locked(run, print, Group()) as lock, claim(run, lock) as owner:
         owner.check()
         run.rename(tmp_path / "moved")
         (tmp_path / "run").mkdir()
@@ -122,7 +123,7 @@ def test_a_run_stops_once_another_directory_is_in_place_of_its_own(tmp_path, lef
 
 
 def test_files_that_were_removed_are_written_and_locked_again(tmp_path):
-    with locked(tmp_path, print) as lock, claim(tmp_path, lock) as owner:
+    with locked(tmp_path, print, Group()) as lock, claim(tmp_path, lock) as owner:
         for name in (LOCK, OWNER):
             (tmp_path / name).unlink()
         owner.check()
@@ -135,7 +136,7 @@ def test_a_disk_that_does_not_answer_proves_nothing(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(116, os.strerror(116))
 
-    with locked(tmp_path, print) as lock, claim(tmp_path, lock) as owner:
+    with locked(tmp_path, print, Group()) as lock, claim(tmp_path, lock) as owner:
         for name in ("read_bytes", "stat"):
             monkeypatch.setattr(f"pathlib.Path.{name}", fail)
             owner.check()

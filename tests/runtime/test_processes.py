@@ -7,6 +7,7 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import layout
@@ -18,6 +19,7 @@ from several import ends, free_port, start_all, wait_for_step
 from jaxpipe import train
 from jaxpipe.config import ConfigError
 from jaxpipe.runtime import command, processes
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage import directory
 
 DEVICES = 8
@@ -258,18 +260,18 @@ def test_saving_and_restoring_take_a_processs_own_share_of_memory(tmp_path):
 def test_processes_with_directories_of_their_own_do_not_begin(tmp_path, monkeypatch):
     """The second process does not find what the first has left."""
     monkeypatch.setattr(directory, "_SHARED_SECONDS", 0.2)
-    monkeypatch.setattr(processes, "several", lambda: True)
-    monkeypatch.setattr(processes, "place", lambda: (1, 2))
-    monkeypatch.setattr(processes, "gather", lambda name, text: ["", text])
-    monkeypatch.setattr(processes, "largest", lambda value: value)
-    monkeypatch.setattr(processes, "first", lambda: False)
-    monkeypatch.setattr(processes, "from_first", lambda name, text_of: ".shared-0")
+    first = {"mark in the run directory": ".shared-0", "sight of the run directory": ""}
+
+    def gather(name, text):
+        return [first.get(name, "0"), text]
+
+    second = Group(SimpleNamespace(index=1, count=2, gather=gather))
     with pytest.raises(
         ConfigError, match="of process 1 is not that of process 0: put it on a file"
     ):
-        directory.check_shared(tmp_path)
+        directory.check_shared(tmp_path, second)
     (tmp_path / ".shared-0").touch()
-    directory.check_shared(tmp_path)
+    directory.check_shared(tmp_path, second)
 
 
 @pytest.mark.parametrize(

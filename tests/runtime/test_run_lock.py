@@ -16,14 +16,16 @@ from commands import SMALL, losses, start, train_command
 
 from jaxpipe import train
 from jaxpipe.config import ConfigError, load
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage.directory import LOCK, locked
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
 import sys, time
 from pathlib import Path
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage.directory import locked
-with locked(Path(sys.argv[1]), print):
+with locked(Path(sys.argv[1]), print, Group()):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -60,17 +62,17 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path, capsys):
             assert ", since 20" in error
             assert error.count("\n") == 1
         assert contents(tmp_path) == before
-        with locked(tmp_path / "other", print):
+        with locked(tmp_path / "other", print, Group()):
             pass
         first.send_signal(signal.SIGKILL)
         first.wait()
-        with locked(tmp_path, print):
+        with locked(tmp_path, print, Group()):
             assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
 def test_a_refused_run_leaves_no_directory(tmp_path):
     def refuse(directory):
-        with pytest.raises(ConfigError), locked(directory, print):
+        with pytest.raises(ConfigError), locked(directory, print, Group()):
             raise ConfigError("no")
 
     refuse(tmp_path / "new")
@@ -92,7 +94,7 @@ def test_a_lock_file_that_was_removed_is_not_the_lock(tmp_path, monkeypatch):
         lockf(file, operation)
 
     monkeypatch.setattr(fcntl, "lockf", remove_first)
-    with locked(tmp_path, print):
+    with locked(tmp_path, print, Group()):
         assert len(files) == 2
         assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
@@ -112,7 +114,10 @@ def test_an_import_into_a_run_in_use_is_refused(tmp_path):
 def test_a_lock_is_no_link_to_elsewhere(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK).symlink_to(tmp_path / "precious")
-    with pytest.raises(ConfigError, match="cannot be written"), locked(tmp_path / "run", print):
+    with (
+        pytest.raises(ConfigError, match="cannot be written"),
+        locked(tmp_path / "run", print, Group()),
+    ):
         pass
     assert not (tmp_path / "precious").exists()
 
@@ -123,7 +128,7 @@ def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch):
 
     said = []
     monkeypatch.setattr("fcntl.lockf", refuse)
-    with locked(tmp_path, said.append):
+    with locked(tmp_path, said.append, Group()):
         pass
     assert "has no locks" in said[0]
 

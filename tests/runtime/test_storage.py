@@ -16,6 +16,7 @@ from jaxpipe.config import ConfigError, load
 from jaxpipe.data.__main__ import main as data
 from jaxpipe.data.prepare import preparation as prepare
 from jaxpipe.data.shards.token_files import find_prepared_folders, open_documents
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage import files as storage
 from jaxpipe.runtime.storage import object_stores, remote_output
 from jaxpipe.runtime.storage.directory import locked
@@ -98,8 +99,8 @@ def test_text_is_prepared_from_a_store_to_a_store(store, capsys):
 def test_a_spool_begins_with_the_store_and_uploads_what_changes(store):
     put(store, "run/metrics.jsonl", b"old\n")
     put(store, "run/checkpoints/2/x")
-    spool = Spool(f"{ROOT}/run", print)
-    with locked(spool.folder, print):
+    spool = Spool(f"{ROOT}/run", print, Group())
+    with locked(spool.folder, print, Group()):
         (spool.folder / "stale").write_text("of a start that was killed")
         with spool:
             assert storage.list_files(spool.folder) == [".lock", "metrics.jsonl"]
@@ -120,7 +121,7 @@ def test_a_spool_without_a_lock_ignores_probes_of_other_processes(store):
     """Of several processes only the first has a lock; another's probe may vanish any time."""
     put(store, "several/starts.jsonl")
     store.on_request = lambda method, path: put_probe(store) if ".probe-" in path else None
-    with Spool(f"{ROOT}/several", print) as spool:
+    with Spool(f"{ROOT}/several", print, Group()) as spool:
         assert storage.list_files(spool.folder) == ["starts.jsonl"]
 
 
@@ -130,7 +131,7 @@ def put_probe(server):
 
 
 def test_on_a_disk_a_spool_is_the_run_directory(tmp_path):
-    with Spool(str(tmp_path), print) as spool:
+    with Spool(str(tmp_path), print, Group()) as spool:
         (tmp_path / "file").write_text("kept")
     assert spool.folder == tmp_path
     assert (tmp_path / "file").exists()

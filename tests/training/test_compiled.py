@@ -153,7 +153,8 @@ def batch_of(length):
 def test_lengths_are_compiled_before_their_steps_and_no_more_than_once(monkeypatch):
     monkeypatch.setattr(compiled, "_KEPT", 3)
     waits = []  # for the other processes
-    monkeypatch.setattr(compiled.processes, "largest", waits.append)
+    group = SimpleNamespace(barrier=waits.append)
+    monkeypatch.setattr(compiled.processes, "group", lambda: group)
     trainer, said = Steps(), []
     longest = [5, 20, 20, 33, 5, 70, 90]
     data = SimpleNamespace(

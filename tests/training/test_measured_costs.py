@@ -98,9 +98,8 @@ def test_what_measuring_gained_is_by_the_simulator(tmp_path, monkeypatch):
 def test_process_0_reads_for_the_others(tmp_path, monkeypatch):
     """This process has no file: its directory is on another host."""
     sent = msgspec.json.encode(SECONDS).decode()
-    service = SimpleNamespace(gather=lambda name, text: [sent, text])
+    service = SimpleNamespace(index=1, count=2, gather=lambda name, text: [sent, text])
     monkeypatch.setattr(processes, "_met", [SimpleNamespace(service=service)])
-    monkeypatch.setattr(processes, "first", lambda: False)
     assert op_seconds(load(tmp_path)) == with_links(SECONDS)
     assert op_seconds(load(tmp_path, f"parallel.costs={tmp_path}/none.json")) == with_links(SECONDS)
 

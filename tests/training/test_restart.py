@@ -8,6 +8,7 @@ from commands import SMALL, complete, metrics
 from jaxpipe import train
 from jaxpipe.config import load
 from jaxpipe.run.contexts import open_run_data
+from jaxpipe.runtime.group import Group
 from jaxpipe.training.trainer import Trainer
 
 ONE = [
@@ -96,9 +97,8 @@ def test_moments_step_and_rate_go_on(run):
     got = metrics(run.directory)
     config = load(SMALL, [*ONE, "train.steps=6", "train.seed=7"])
     trainer = Trainer.resolve(config, jax.devices())
-    old, new = (
-        open_run_data(load(SMALL, [*ONE, f"train.seed={seed}"]), run.directory) for seed in (7, 0)
-    )
+    configs = (load(SMALL, [*ONE, f"train.seed={seed}"]) for seed in (7, 0))
+    old, new = (open_run_data(one, run.directory, Group()) for one in configs)
     state, sizes = trainer.init(), trainer.sharder.sizes
     for step in range(1, 7):
         data, position = (old, (step - 1) * PER_STEP) if step < 5 else (new, (step - 5) * PER_STEP)

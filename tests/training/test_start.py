@@ -19,6 +19,7 @@ from jaxpipe.checkpoint.integrity import add_checksum
 from jaxpipe.config import load, to_toml
 from jaxpipe.run.contexts import open_run_data
 from jaxpipe.run.start import rate_jump, start
+from jaxpipe.runtime.group import Group
 from jaxpipe.training.trainer import Trainer
 
 SMALL = str(Path(__file__).parents[1] / "data" / "small.toml")
@@ -145,7 +146,8 @@ def test_a_whole_state_goes_on_with_new_leaves_and_fresh_moments_of_them(tmp_pat
     how = [f"checkpoint.resume={run}", f"checkpoint.exclude={json.dumps(excluded)}"]
     config = load(SMALL, [*mesh, *how])
     trainer, said = Trainer.resolve(config), []
-    keying, data = StateKeying(trainer.layout, trainer.sharding), open_run_data(config, tmp_path)
+    keying = StateKeying(trainer.layout, trainer.sharding)
+    data = open_run_data(config, tmp_path, Group())
     with CheckpointStore(tmp_path / "c", keep=1, asynchronous=False, keying=keying) as checkpoints:
         state, seen = start(trainer, data, checkpoints, said.append)
     assert said[0].endswith("but embed_head/head, layers/2/mlp/* new")

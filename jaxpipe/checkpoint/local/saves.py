@@ -33,8 +33,8 @@ from jaxpipe.checkpoint.local.shard_files import (
     write_piece,
 )
 from jaxpipe.config import first_line
-from jaxpipe.runtime import processes
 from jaxpipe.runtime.file_server import FileServer, fetch, host_for_others, send
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage import files as storage
 
 Tree = Any
@@ -71,10 +71,11 @@ class LocalSaves:
     Args:
       directory: a folder on this host, or in its memory.
       run: a word for the run, by which another run's saves in the folder are told apart.
+      group: the processes of the run.
     """
 
-    def __init__(self, directory: Path, run: str):
-        self._root = directory.absolute() / run
+    def __init__(self, directory: Path, run: str, group: Group):
+        self._root, self._group = directory.absolute() / run, group
         problem = ""
         try:
             storage.probe(self._root)
@@ -83,14 +84,15 @@ class LocalSaves:
                 f"checkpoint.local_dir={directory} cannot be written ({error.strerror}): make it a "
                 f"folder on each host's own disk or in its memory, or leave local_every out."
             )
-        processes.refuse(problem)
-        word = processes.from_first("start", lambda: f"{time.time_ns()} {secrets.token_hex()}")
-        start, self._word = word.split()
+        group.refuse("folder of local saves", problem)
+        word = f"{time.time_ns()} {secrets.token_hex()}"
+        start, self._word = group.from_first("word of the start", lambda: word).split()
         self._start = int(start)
         self._server = FileServer(self._root, self._word)
         own = Host(socket.gethostname(), f"{host_for_others()}:{self._server.port}")
-        self._hosts = [Host(*json.loads(one)) for one in processes.gather("hosts", json.dumps(own))]
-        self._index, self._count = processes.place()
+        hosts = group.gather("hosts of local saves", json.dumps(own))
+        self._hosts = [Host(*json.loads(one)) for one in hosts]
+        self._index, self._count = group.index, group.count
         self._neighbour = neighbour_of(self._index, [host.name for host in self._hosts])
         self._folders = self._adopt()
         self._writer = ThreadPoolExecutor(1, "local save")
@@ -110,7 +112,7 @@ class LocalSaves:
             return
         (save, written), self._pending = self._pending, None
         error = written.exception()
-        reasons = processes.gather("local save", first_line(error) if error else "")
+        reasons = self._group.gather("local save", first_line(error) if error else "")
         was_failed, self._failed = self._failed, any(reasons)
         if self._failed:
             self._remove(save.__eq__)
@@ -201,7 +203,8 @@ class LocalSaves:
             for save, path in self._saves() for piece in path.glob("*.json")
         ]  # fmt: skip
         found: dict[Save, Copies] = {}
-        for process, text in enumerate(processes.gather("pieces", json.dumps(own))):
+        gathered = self._group.gather("pieces of local saves", json.dumps(own))
+        for process, text in enumerate(gathered):
             for save, index, name in json.loads(text):
                 if (save := Save(*save)).step >= since:
                     found.setdefault(save, {}).setdefault(index, []).append((process, name))
@@ -227,7 +230,7 @@ class LocalSaves:
             except (DamagedError, OSError) as error:
                 damaged.append(f"{piece} ({first_line(error)})")
                 piece.unlink(missing_ok=True)
-        gathered = processes.gather("damaged", json.dumps(damaged))
+        gathered = self._group.gather("damaged pieces", json.dumps(damaged))
         return [one for text in gathered for one in json.loads(text)]
 
     def _read(
@@ -278,7 +281,7 @@ class LocalSaves:
 Copies = dict[int, list[tuple[int, str]]]  # by piece: processes that have it, and its file there
 
 
-def run_word(directory: storage.AnyPath) -> str:
+def run_word(directory: storage.AnyPath, group: Group) -> str:
     """A word that the first start of the run in a directory has left there, equal on all processes.
 
     A run that begins anew in a new directory of the same name has another, and so has a copy of the
@@ -295,7 +298,7 @@ def run_word(directory: storage.AnyPath) -> str:
         storage.write_whole(path, f"{new}\n{place}".encode())
         return new
 
-    return processes.from_first("run", word)
+    return group.from_first("word of the run", word)
 
 
 def neighbour_of(index: int, hosts: Sequence[str]) -> int | None:

@@ -176,7 +176,7 @@ def measured_seconds(config: Config) -> OpSeconds | None:
         seconds = read_own(config) if costs == "measure" else read_measured(Path(costs))
         return msgspec.json.encode(seconds).decode()
 
-    return msgspec.json.decode(processes.from_first("costs", read), type=OpSeconds | None)
+    return msgspec.json.decode(processes.group().from_first("costs", read), type=OpSeconds | None)
 
 
 def op_seconds(config: Config, hardware: Hardware | None = None) -> OpSeconds:

@@ -39,7 +39,7 @@ def measure(plan: RunPlan) -> tuple[RunPlan, str]:
         return plan, f"ops were measured before: {path}"
     seconds = _measure_ops(Trainer(plan))
     try:
-        with processes.first_before_others("costs"):
+        with processes.group().first_before_others("file of costs"):
             if processes.first():
                 write_own(config, seconds)
     except OSError as error:

@@ -47,7 +47,7 @@ class StoredProgram:
     def load(self) -> jax.stages.Compiled | None:
         """The compiled program; None if a process of the run cannot load it. All call it."""
         compiled = self._read()
-        return None if processes.largest(int(compiled is None)) else compiled
+        return None if processes.group().any("loading of a program", compiled is None) else compiled
 
     def _read(self) -> jax.stages.Compiled | None:
         if self.path is None:

@@ -84,7 +84,7 @@ def load_program(
       in all processes.
     """
     compiled, reason = _read_program(directory, name, lowered, devices, options)
-    reason = next(filter(None, processes.gather("saved program", reason)), "")
+    reason = next(filter(None, processes.group().gather("saved program", reason)), "")
     return (None, reason) if reason else (compiled, "")
 
 

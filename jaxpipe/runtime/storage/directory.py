@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError, first_line
 from jaxpipe.config.paths import is_address
-from jaxpipe.runtime import processes
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage.errors import as_os_errors, remedy_of
 from jaxpipe.runtime.storage.files import AnyPath
 
@@ -83,7 +83,7 @@ def resolve_links(config: Config) -> Config:
 
 
 @contextlib.contextmanager
-def locked(directory: Path, say: Say) -> Iterator[RunLock | None]:
+def locked(directory: Path, say: Say, group: Group) -> Iterator[RunLock | None]:
     """Hold the lock of a run directory while the body runs; creates the directory.
 
     It yields the lock in process 0, None in the others.
@@ -97,18 +97,19 @@ def locked(directory: Path, say: Say) -> Iterator[RunLock | None]:
     Args:
       directory: the run directory.
       say: prints a sentence.
+      group: the processes of the run.
 
     Raises:
       ConfigError: in all processes, if another run holds the lock or the directory cannot be
         written.
     """
     lock, refusal = None, ""
-    if processes.first():
+    if group.is_first:
         try:
             lock = RunLock(directory, _take(directory, say))
         except ConfigError as error:
             refusal = str(error)
-    processes.refuse(refusal)
+    group.refuse("lock of the run directory", refusal)
     try:
         yield lock
     except ConfigError:
@@ -121,26 +122,26 @@ def locked(directory: Path, say: Say) -> Iterator[RunLock | None]:
             lock.release()
 
 
-def check_shared(directory: Path) -> None:
+def check_shared(directory: Path, group: Group) -> None:
     """Raise `ConfigError` in all processes unless all see the same directory.
 
     Each would save its own shards in its own directory, of which no checkpoint can be restored.
     """
-    if not processes.several():
+    if group.count == 1:
         return
-    mark = directory / processes.from_first("shared", lambda: _leave_mark(directory))
+    mark = directory / group.from_first("mark in the run directory", lambda: _leave_mark(directory))
     end, reason = time.monotonic() + _SHARED_SECONDS, ""
     while not mark.exists() and time.monotonic() < end:
         time.sleep(_LOOK_SECONDS)
     if not mark.exists():
         reason = (
-            f"run.dir={directory} of process {processes.place()[0]} is not that of process 0: put "
+            f"run.dir={directory} of process {group.index} is not that of process 0: put "
             f"it on a file system that all hosts share, or in an object store."
         )
     try:
-        processes.refuse(reason)
+        group.refuse("sight of the run directory", reason)
     finally:
-        if processes.first() and mark != directory:
+        if group.is_first and mark != directory:
             mark.unlink(missing_ok=True)
 
 

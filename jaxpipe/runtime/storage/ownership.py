@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from jaxpipe.config.paths import is_address
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.exit_code import ExitCode
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.hang_cause import Report
 from jaxpipe.runtime.storage import files as storage
 from jaxpipe.runtime.storage.directory import RunLock
@@ -42,22 +43,23 @@ class Ownership:
     Args:
       spool: of the run directory.
       lock: its lock, in process 0.
+      group: the processes of the run.
 
     Raises:
       ConfigError: in all processes on entering, if processes of another start still report.
     """
 
-    def __init__(self, spool: Spool, lock: RunLock | None):
-        self._spool, self._lock = spool, lock
+    def __init__(self, spool: Spool, lock: RunLock | None, group: Group):
+        self._spool, self._lock, self._group = spool, lock, group
         self._path, self._token, self._compared = spool.shared / OWNER, b"", -float("inf")
         self._is_store = is_address(self._path)
 
     def __enter__(self) -> "Ownership":
         reason = ""
-        if processes.first():
+        if self._group.is_first:
             reason = self._await_others()
-        processes.refuse(reason)
-        if processes.first():
+        self._group.refuse("claim to the run directory", reason)
+        if self._group.is_first:
             holder = {
                 "token": secrets.token_hex(8),
                 "pid": os.getpid(),

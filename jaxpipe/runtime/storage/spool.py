@@ -17,6 +17,7 @@ from pathlib import Path
 from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import is_address
 from jaxpipe.runtime import processes
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage import files as storage
 from jaxpipe.runtime.storage.directory import LOCK, WriteGuard
 from jaxpipe.runtime.storage.errors import as_os_errors, describe, retry
@@ -47,7 +48,8 @@ class Spool:
       folder: the folder; this run has its lock (`directory.locked`).
     """
 
-    def __init__(self, run_dir: str, say: Callable[[str], None]):
+    def __init__(self, run_dir: str, say: Callable[[str], None], group: Group):
+        self._group = group
         self.folder = local_folder(run_dir)
         self._address = run_dir.rstrip("/") if is_address(run_dir) else ""
         self._guard = WriteGuard(say)
@@ -67,7 +69,7 @@ class Spool:
                 what, cause = f"run.dir={self._address!r}", error
                 otherwise = f"{what} cannot be read ({error.strerror}): remove it."
                 reason = describe(error, what, otherwise)
-            processes.refuse(reason, cause)
+            self._group.refuse("copy of the run directory", reason, cause)
             threading.Thread(target=self._work, name="spool", daemon=True).start()
         return self
 
