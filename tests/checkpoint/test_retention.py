@@ -8,10 +8,11 @@ import pytest
 from jaxpipe.checkpoint import retention
 from jaxpipe.checkpoint.integrity import add_checksum
 from jaxpipe.checkpoint.retention import LINEAGE, Retention
+from jaxpipe.runtime.group import Group
 
 
 def removed(kept, steps):
-    kept.note_foreign(steps)
+    kept.note_foreign(steps, Group())
     infos = [SimpleNamespace(step=step) for step in [*steps, max(steps) + 1]]
     stays = kept.should_preserve(infos, context=None)
     return [info.step for info, stay in zip(infos, stays) if not stay]
