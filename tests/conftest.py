@@ -39,22 +39,32 @@ def hangup_stops():
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest applies `-m "not slow"`
-def pytest_collection_modifyitems(items):
-    """Remove a marker from the cases of a parametrized test that it does not select."""
-    for item in items:
-        for name in ("slow", "extended"):
-            if (marker := item.get_closest_marker(name)) and not _means(marker, item):
-                item.own_markers = [mark for mark in item.own_markers if mark is not marker]
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector):
+    """Remove markers from cases that they do not select; fail where a pattern selects no case."""
+    made = yield
+    items = [item for item in made if isinstance(item, pytest.Function)] if made else []
+    for name in ("slow", "extended"):
+        marked = [(item, mark) for item in items for mark in item.own_markers]
+        marked = [(item, mark) for item, mark in marked if mark.name == name]
+        for mark in {id(mark): mark for _, mark in marked}.values():
+            for pattern in (*mark.kwargs.get("only", ()), *mark.kwargs.get("unless", ())):
+                if not any(_matches(item, pattern) for item, _ in marked):
+                    test = items[0].originalname
+                    raise collector.CollectError(f"{test}: {name}: {pattern!r} matches no case.")
+        for item, mark in marked:
+            if not _selects(mark, item):
+                item.own_markers.remove(mark)
+    return made
 
 
-def _means(marker, item):
-    """Return whether `marker(only=[...])` or `marker(unless=[...])`, case ids, selects a case."""
+def _selects(mark, item):
+    """Return whether `mark(only=[...])` or `mark(unless=[...])` selects a case, by its id."""
+    if "only" in mark.kwargs:
+        return any(_matches(item, pattern) for pattern in mark.kwargs["only"])
+    return not any(_matches(item, pattern) for pattern in mark.kwargs.get("unless", ()))
+
+
+def _matches(item, pattern):
     case = item.callspec.id if hasattr(item, "callspec") else ""
-
-    def matches(patterns):
-        return any(fnmatchcase(case, pattern.replace("[", "[[]")) for pattern in patterns)
-
-    if "only" in marker.kwargs:
-        return matches(marker.kwargs["only"])
-    return not matches(marker.kwargs.get("unless", ()))
+    return fnmatchcase(case, pattern.replace("[", "[[]"))

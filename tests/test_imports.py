@@ -1,11 +1,11 @@
 """A module imports only from packages in rows above its own, or from its own package."""
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from near import imported_files, imported_names
 
 import jaxpipe
 
@@ -27,33 +27,50 @@ ROWS = [
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 
 
-def modules():
-    return sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
-
-
 def part_of(path):
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imported_parts(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxpipe"):
-            names = (
-                [node.module] if "." in node.module else [f"jaxpipe.{a.name}" for a in node.names]
-            )
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names if alias.name.startswith("jaxpipe.")]
-        else:
-            continue
-        yield from (name.split(".")[1] for name in names)
+def imported_modules(path):
+    """Return the full names of what a file imports, of packages also the name that it takes."""
+    return {f"{module}.{name}".strip(".") for module, name in imported_names(path)}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_rows(path):
-    own = part_of(path)
-    assert own in ROW_OF, f"{own} stands in no row"
-    for other in imported_parts(path):
-        assert other == own or ROW_OF[other] < ROW_OF[own], f"{own} may not import {other}"
+def test_a_module_imports_only_from_rows_above_its_own():
+    wrong = []
+    for path in sorted(set(ROOT.rglob("*.py")) - {ROOT / "__init__.py"}):
+        own = part_of(path)
+        assert own in ROW_OF, f"{own} stands in no row"
+        for name in imported_modules(path):
+            package, other = (*name.split("."), "")[:2]
+            if package == ROOT.name and other not in ("", own) and ROW_OF[other] >= ROW_OF[own]:
+                wrong.append(f"{path.relative_to(ROOT)} may not import {name}")
+    assert not wrong
+
+
+def test_the_core_imports_jax_numpy_and_itself_alone():
+    allowed = {"jax", "jaxlib", "numpy", *sys.stdlib_module_names}
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted((ROOT / "core").rglob("*.py"))
+        for name in imported_modules(path)
+        if name.split(".")[0] not in allowed and not name.startswith("jaxpipe.core")
+    ]
+    assert not wrong
+
+
+def test_tests_of_the_core_need_nothing_else_of_jaxpipe():
+    """Nor do the helpers that they import."""
+    tests, wrong = ROOT.parent / "tests", []
+    found = files = {*(tests / "core").rglob("test_*.py")}
+    while found:
+        found = {f for path in found for f in imported_files(path) if tests in f.parents} - files
+        files = files | found
+    for path in sorted(files):
+        names = [name for name in imported_modules(path) if name.startswith("jaxpipe")]
+        wrong += [f"{path.name}: {name}" for name in names if not name.startswith("jaxpipe.core")]
+    assert len(files) > 30
+    assert not wrong
 
 
 @pytest.mark.parametrize(

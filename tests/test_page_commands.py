@@ -158,7 +158,7 @@ def run(module, words, tree):
     assert not code, f"{module} {shlex.join(words)}"
 
 
-@pytest.mark.extended(unless=["jaxpipe/schedule/*", "jaxpipe/checkpoint/*"])
+@pytest.mark.extended(unless=["jaxpipe/*schedule*/*", "jaxpipe/checkpoint/*"])
 @pytest.mark.slow(only=SLOW)
 @pytest.mark.parametrize("page", [page for page in PAGES if jaxpipe_commands(page)], ids=name)
 def test_commands_run(page, tree):

@@ -12,18 +12,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxpipe.core.schedule.action import Placement, Schedule, ScheduleError
-from jaxpipe.core.schedule.orders.bidirectional import dualpipe, dualpipev
+from jaxpipe.core.schedule.orders import ORDERS
 from jaxpipe.core.schedule.orders.custom import build_custom
-from jaxpipe.core.schedule.orders.loop import (
-    bfs,
-    gpipe,
-    interleaved_1f1b,
-    interleaved_zb,
-    one_f_one_b,
-    zb_h1,
-    zb_h2,
-)
-from jaxpipe.core.schedule.orders.vshape import one_f_one_b_v
 from jaxpipe.schedules.search.automatic import zb_auto
 from jaxpipe.schedules.search.target import Target
 from jaxpipe.schedules.search.vshape import search_v_shape
@@ -166,28 +156,29 @@ class ScheduleFamily:
 FAMILIES = {
     family.name: family
     for family in (
-        ScheduleFamily("gpipe", gpipe,
+        ScheduleFamily("gpipe", ORDERS["gpipe"],
             "all forwards, then all backwards: simple, holds every microbatch",
             _SLICES, may_underfill=True, elsewhere=("afab", "fthenb")),
-        ScheduleFamily("1f1b", one_f_one_b,
+        ScheduleFamily("1f1b", ORDERS["1f1b"],
             "one forward, one backward in turn: holds P microbatches",
             _SLICES, variants=_with_limits_in_flight, elsewhere=("pipedream", "pipedreamflush")),
-        ScheduleFamily("interleaved_1f1b", interleaved_1f1b,
+        ScheduleFamily("interleaved_1f1b", ORDERS["interleaved_1f1b"],
             "1F1B over v stages a rank: 1/v of the bubble for v times the messages",
             _stages(2), needs_equal_rounds=True, variants=_with_virtual_stages,
             elsewhere=("interleaved", "vpp", "looped1f1b")),
-        ScheduleFamily("bfs", bfs, "all microbatches through one stage of a rank after the other",
+        ScheduleFamily("bfs", ORDERS["bfs"],
+            "all microbatches through one stage of a rank after the other",
             _stages(1), may_underfill=True, variants=_with_virtual_stages,
             elsewhere=("loopedbfs", "breadthfirst")),
-        ScheduleFamily("zb_h1", zb_h1,
+        ScheduleFamily("zb_h1", ORDERS["zb_h1"],
             "B and W apart, W fills the drain: a third of 1F1B's bubble",
             _SLICES, elsewhere=("zerobubble", "zb1p", "zb")),
-        ScheduleFamily("zb_h2", zb_h2, "B and W apart, no bubble for twice 1F1B's memory",
+        ScheduleFamily("zb_h2", ORDERS["zb_h2"], "B and W apart, no bubble for twice 1F1B's memory",
             _SLICES, elsewhere=("zb2p",)),
         ScheduleFamily("zb_auto", zb_auto,
             "searched for the costs of the ops within a memory limit",
             is_searched=True, variants=_with_memory_limits),
-        ScheduleFamily("interleaved_zb", interleaved_zb, "zb_h1 over v stages a rank",
+        ScheduleFamily("interleaved_zb", ORDERS["interleaved_zb"], "zb_h1 over v stages a rank",
             _stages(2), needs_equal_rounds=True, variants=_with_virtual_stages,
             elsewhere=("interleavedzerobubble",)),
         ScheduleFamily("zbv", partial(search_v_shape, "zbv"),
@@ -197,12 +188,12 @@ FAMILIES = {
             "searched on the V: half of 1F1B's memory", placement="v", is_searched=True),
         ScheduleFamily("v_min", partial(search_v_shape, "v_min"),
             "searched on the V: a third of 1F1B's memory", placement="v", is_searched=True),
-        ScheduleFamily("1f1b_v", one_f_one_b_v,
+        ScheduleFamily("1f1b_v", ORDERS["1f1b_v"],
             "1F1B on the V: two thirds of its memory, nothing split", placement="v"),
-        ScheduleFamily("dualpipe", dualpipe,
+        ScheduleFamily("dualpipe", ORDERS["dualpipe"],
             "microbatches from both ends, F beside BW: two copies of the parameters",
             placement="both ways", may_underfill=True, variants=_with_limit_of_same_memory),
-        ScheduleFamily("dualpipev", dualpipev,
+        ScheduleFamily("dualpipev", ORDERS["dualpipev"],
             "DualPipe folded into a V: one copy of the parameters",
             placement="v", may_underfill=True, variants=_with_limit_of_same_memory),
         ScheduleFamily("custom", build_custom, "the orders in a file",

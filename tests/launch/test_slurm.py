@@ -175,7 +175,7 @@ def test_a_signal_requeues_the_job_which_goes_on(submit, tasks):
 
 
 @pytest.mark.extended
-@pytest.mark.slow(only=["USR1-*", "*-USR1"])
+@pytest.mark.slow(only=["USR1-*"])
 @only_stand_in
 @pytest.mark.parametrize("name", ["USR1", "TERM"])
 def test_a_signal_before_the_first_step_requeues_the_job(submit, name):

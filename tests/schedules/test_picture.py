@@ -24,11 +24,20 @@ from jaxpipe.core.schedule import (
     simulate,
 )
 from jaxpipe.core.schedule.scan import scan_time
-from jaxpipe.schedules import BUILDERS, build
+from jaxpipe.schedules import BUILDERS, build, draw_timeline
 from jaxpipe.schedules.timing.figure import Box, build_tracks, draw_figure, timed_boxes
 
 CLOCKS = [None, Lockstep(1), Lockstep(2), Lockstep(1, 20), Lockstep(2, 20)]
 UNEVEN = Costs(F=0.9, B=1.3, W=0.7, transfer=0.2, pair=2.4)
+
+
+def test_the_1f1b_figure_of_four_stages_and_eight_microbatches():
+    """PipeDream-2BW/flush, Fig. 2: the last rank alternates without a pause."""
+    last_rank = draw_timeline(build("1f1b", pp=4, microbatches=8)).splitlines()[3]
+    assert last_rank.split("| ")[1].split()[3:] == [
+        "F0", "BW0", "F1", "BW1", "F2", "BW2", "F3", "BW3", "F4", "BW4", "F5", "BW5", "F6", "BW6",
+        "F7", "BW7", ".", ".", ".",
+    ]  # fmt: skip
 
 
 def small(name, pp=4, microbatches=8):

@@ -3,7 +3,7 @@
 from math import prod
 
 import jax
-from legal import near
+from orders import near
 from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.core.executor import Execution, Pipeline
@@ -14,9 +14,11 @@ from jaxpipe.core.schedule.lockstep import PLAIN
 LAYERS_EACH = 2  # layers of each stage
 
 
-def traced(name, pp, microbatches, *, examples=4, lockstep=PLAIN, remat="none", **execution):
+def traced(
+    name, pp, microbatches, *, build=near, examples=4, lockstep=PLAIN, remat="none", **execution
+):
     """Return the trace of one schedule's step, and the schedule."""
-    schedule = near(name, pp, microbatches)
+    schedule = build(name, pp, microbatches)
     layout = StageLayout((LAYERS_EACH,) * schedule.stages, schedule.placement)
     shared, layers = toy_params(0, layout.layers)
     params = {"embed_head": shared, "layers": layout.stack(layers)}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import SMALL
@@ -22,6 +23,7 @@ from jaxpipe.run.watch.loggers import open_loggers
 from jaxpipe.run.watch.metrics import MetricsLog
 from jaxpipe.run.watch.progress import Progress, describe
 from jaxpipe.runtime.devices import memory_peak, peak_flops
+from jaxpipe.training.step_metrics import losses_of
 from jaxpipe.training.trainer import Trainer
 
 
@@ -304,3 +306,8 @@ def test_events_do_not_import_torch(tmp_path):
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert run.stdout.split() == ["shown", "imported"]
+
+
+def test_the_largest_mean_of_a_microbatch():
+    losses = losses_of(("loss",), jnp.array([0.5, 0.5]), jnp.array([0.125, 0.25]), None)
+    assert losses["loss_max"] == 0.5 * 0.375 / 0.125

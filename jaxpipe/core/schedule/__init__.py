@@ -9,6 +9,7 @@ from jaxpipe.core.schedule.cells import Costs, MemoryCosts
 from jaxpipe.core.schedule.lifetimes import Buffers
 from jaxpipe.core.schedule.lockstep import Lockstep
 from jaxpipe.core.schedule.lower import OverlapPair, Tables, lower
+from jaxpipe.core.schedule.orders import ORDERS
 from jaxpipe.core.schedule.orders.bidirectional import dualpipe, dualpipev
 from jaxpipe.core.schedule.orders.custom import read_schedule, write_schedule
 from jaxpipe.core.schedule.orders.forwards import forward_only
@@ -27,6 +28,7 @@ from jaxpipe.core.schedule.simulate import SimulationReport, peak_memory, simula
 from jaxpipe.core.schedule.validate import validate
 
 __all__ = [
+    "ORDERS",
     "Action",
     "Buffers",
     "Cell",

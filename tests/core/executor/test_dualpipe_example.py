@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_same
+from orders import build
 
 from jaxpipe.core.contract import LayerKind, LayerOutput, StageFunctions
 from jaxpipe.core.executor import Pipeline, step_ref
 from jaxpipe.core.mesh import StageLayout, make_mesh
-from jaxpipe.schedules import build
 
 CHUNKS, EXAMPLES, LENGTH, HIDDEN = 20, 3, 16, 32
 

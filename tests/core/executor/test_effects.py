@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
+from orders import build
 from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.core.contract import LayerKind, LayerOutput, StageFunctions
 from jaxpipe.core.executor import Execution, Pipeline
 from jaxpipe.core.mesh import StageLayout, make_mesh
 from jaxpipe.core.split import POLICIES
-from jaxpipe.schedules import build
 
 LAYERS, MICROBATCHES = 4, 4
 

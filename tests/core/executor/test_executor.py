@@ -5,71 +5,18 @@ program that the executor traces for them is run: one case for each `signature`,
 idle message and free slot.
 """
 
-from functools import cache
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_same
-from legal import min_microbatches, near
-from signature import signature
+from orders import build
+from signature import CASES, schedule_of, signature_of
 from toy import TOY, toy_batch, toy_params
+from toy_steps import check, run, uneven
 
 from jaxpipe.core.executor import Execution, Pipeline, losses_and_gradients_ref
 from jaxpipe.core.mesh import StageLayout, make_mesh
-from jaxpipe.core.schedule import Lockstep, lower
-from jaxpipe.schedules import BUILDERS, FAMILIES, build
-
-
-def run(schedule, counts, dp=1, *, ignore="some", dtype=jnp.float32, key=0, **execution):
-    """Return `(losses, gradients)` of the pipeline and of the reference, stage-stacked."""
-    pp, layout = schedule.pp, StageLayout(tuple(counts), schedule.placement)
-    shared, layers = toy_params(key, layout.layers, dtype)
-    batch = toy_batch(key + 1, schedule.microbatches, 2 * dp, ignore)
-    mesh = make_mesh(pp, dp, devices=jax.devices()[: pp * dp])
-    pipeline = Pipeline(TOY, schedule, mesh, counts, Execution(**execution))
-    params = {"embed_head": shared, "layers": layout.stack(layers)}
-    got = jax.jit(pipeline.losses_and_gradients)(params, batch)
-    reference = losses_and_gradients_ref(TOY, shared, layers, batch)
-    losses, gradients = jax.device_get(reference)
-    want = losses, gradients | {"layers": layout.stack(gradients["layers"])}
-    return got, want
-
-
-def check(schedule, counts, dp=1, **how):
-    """Check that both agree in float64 with NaN in free slots; return the losses."""
-    with jax.enable_x64(True):
-        got, want = run(schedule, counts, dp, dtype=jnp.float64, poison_bubbles=True, **how)
-        assert got[1]["layers"][0]["up"].dtype == jnp.float64
-        assert_same(got, want)
-        return np.asarray(got[0])
-
-
-@cache
-def schedule_of(name, pp, more=True):
-    """Return a schedule with its fewest microbatches, or with the next number above pp."""
-    family = FAMILIES[name]
-    above = 2 * pp if family.needs_equal_rounds else max(pp + 3, min_microbatches(name, pp) + 2)
-    return near(name, pp, above if more else min_microbatches(name, pp), virtual_stages=2)
-
-
-def uneven(stages):
-    return [1 + (stage % 3 == 1) for stage in range(stages)]
-
-
-# All schedules on 4 ranks have 16 signatures, and on 1 and 2 ranks 14 more: 28 + 14 cases, instead
-# of 112 for all names on all meshes.
-CASES = [(name, 4, True, ticks) for name in BUILDERS for ticks in (1, 2)] + [
-    *(
-        (name, 2, False, ticks)
-        for name in ("zbv", "1f1b_v", "dualpipe", "dualpipev")
-        for ticks in (1, 2)
-    ),
-    *((name, 1, False, 1) for name in ("gpipe", "interleaved_1f1b", "zb_h1", "interleaved_zb")),
-    ("dualpipev", 1, False, 1),  # two microbatches fill and drain it
-    ("dualpipev", 1, True, 1),
-]
+from jaxpipe.core.schedule import ORDERS, Lockstep
 
 
 @pytest.mark.slow(unless=["*-4-True-1", "1f1b-4-True-2", "zbv-2-False-2", "interleaved_zb-1-*"])
@@ -82,18 +29,15 @@ def test_every_program_equals_the_reference(name, pp, more, transfer_ticks):
 
 
 def test_the_cases_have_every_signature():
-    def of(name, pp, more, transfer_ticks):
-        return signature(lower(schedule_of(name, pp, more), Lockstep(transfer_ticks)))
-
-    run_here = {of(*case) for case in CASES}
+    run_here = {signature_of(*case) for case in CASES}
     every = [
         (name, pp, more, ticks)
-        for name in BUILDERS
+        for name in ORDERS
         for pp in (1, 2, 4)
         for more in (False, True)
         for ticks in (1, 2)
     ]
-    assert not [case for case in every if of(*case) not in run_here]
+    assert not [case for case in every if signature_of(*case) not in run_here]
 
 
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "interleaved_zb"])

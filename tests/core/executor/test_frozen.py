@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compare import assert_same
-from legal import near
-from meshes import pipeline_of, wanted
+from orders import build, near
 from programs import dot_flops, find_scan
 from toy import KIND, TOY, VOCAB, WIDTH, toy_batch, toy_params
 
@@ -16,11 +15,9 @@ from jaxpipe.core.contract.parameter import ParamSpec
 from jaxpipe.core.executor import Execution, Pipeline, step_ref
 from jaxpipe.core.executor.traced_kind import TracedKind
 from jaxpipe.core.mesh import PP, StageLayout, make_mesh
-from jaxpipe.core.mesh.flags import is_trained, select
-from jaxpipe.core.schedule import Lockstep
+from jaxpipe.core.schedule import ORDERS, Lockstep
 from jaxpipe.core.split.crossing import POLICIES
 from jaxpipe.core.split.ports import Cotangent
-from jaxpipe.schedules import BUILDERS, build
 
 MATRICES = {"gain": False, "up": True, "gate": True, "down": True}
 SHARED = {"embed": True, "norm": False, "head": True}
@@ -83,7 +80,7 @@ def check(functions, schedule, dp=2, **execution):
 
 
 @pytest.mark.slow(unless=["1f1b", "zbv"])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ORDERS)
 def test_the_rest_has_the_gradients_of_one_device(name):
     check(toy({"embed", "norm"}), near(name, 2, 1), zero_stage=1, poison_bubbles=True)
 
@@ -100,39 +97,6 @@ def test_however_they_are_stored(stage, reshard, shared):
 @pytest.mark.slow
 def test_a_closing_tick_reduces_what_is_trained():
     check(toy({"norm"}), build("1f1b", pp=2, microbatches=4), overlap_sums=True)
-
-
-def frozen_decoder(functions, frozen):
-    """Freeze the parameters of these names, in layers, embedding and head."""
-
-    def of(path, spec):
-        names = {key.key for key in path}
-        return replace(spec, trained=not names & frozen)
-
-    freeze = lambda tree: jax.tree_util.tree_map_with_path(of, tree)  # noqa: E731
-    (name, kind), *_ = functions.kinds_by_name.items()
-    kinds = {name: replace(kind, param_specs=freeze(kind.param_specs))}
-    return replace(functions, kinds=kinds, embed_head_specs=freeze(functions.embed_head_specs))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [0, 1, 3])
-def test_tensor_parallel_devices_and_a_shared_vocabulary(zero_stage):
-    """A frozen embedding, final norm and query matrix, with the vocabulary on all ranks."""
-    lockstep = Lockstep(vocab_parallel=True)
-    with jax.enable_x64(True):
-        pipeline, layout, params, batch = pipeline_of(
-            "grouped", "zb_h1", 2, 2, 2, dtype=jnp.float64, lockstep=lockstep,
-            zero_stage=zero_stage, sequence=True,
-        )  # fmt: skip
-        functions = frozen_decoder(pipeline.functions, {"embed", "final_norm", "wq"})
-        pipeline = replace(pipeline, functions=functions)
-        losses, got = jax.jit(pipeline.losses_and_gradients)(params, batch)
-        want_losses, want = wanted("grouped", jnp.float64)
-        want = want | {"layers": layout.stack(want["layers"])}
-        trained = is_trained(pipeline.sharding.param_shardings(params))
-        assert sum(not flag for flag in jax.tree.leaves(trained)) > 2
-        assert_same((losses, got), (want_losses, select(trained, pipeline.sharding.pad(want))))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

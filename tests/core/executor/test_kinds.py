@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 from compare import assert_same
 from kinds import CHOICES, layer_params, mixed
-from legal import near
+from orders import build, near
 from toy import toy_batch, toy_params
 
 from jaxpipe.core.executor import Execution, Pipeline, step_ref
 from jaxpipe.core.mesh import ReplicaFactors, StageLayout, make_mesh
-from jaxpipe.core.schedule import Lockstep
-from jaxpipe.schedules import BUILDERS, build
+from jaxpipe.core.schedule import ORDERS, Lockstep
 
-ORDERS = {
+LAYERS_OF = {
     "mixed": ("toy", "routed", "experts", "routed", "toy", "experts", "experts", "routed"),
     "first_other": ("toy", "toy", *("routed",) * 6),
 }
@@ -58,16 +57,16 @@ OF_PLACEMENTS = ("1f1b", "interleaved_1f1b", "zbv", "dualpipe")  # one schedule 
 @pytest.mark.slow(unless=["zbv-first_other"])
 @pytest.mark.parametrize(
     ("name", "order"),
-    [(name, "mixed") for name in BUILDERS] + [(name, "first_other") for name in OF_PLACEMENTS],
+    [(name, "mixed") for name in ORDERS] + [(name, "first_other") for name in OF_PLACEMENTS],
 )
 def test_kinds_under_every_schedule(name, order):
     schedule = near(name, 2, 1)
     with jax.enable_x64(True):
-        got, want = run(schedule, ORDERS[order], dp=4, zero_stage=2, poison_bubbles=True)
+        got, want = run(schedule, LAYERS_OF[order], dp=4, zero_stage=2, poison_bubbles=True)
         assert_same(got, want)
         counts = np.asarray(got.aux.sums["counts"])
         tokens = schedule.microbatches * 8 * 6
-        routed = [kind == "routed" for kind in ORDERS[order]]
+        routed = [kind == "routed" for kind in LAYERS_OF[order]]
         np.testing.assert_array_equal(counts.sum(1), np.where(routed, tokens, 0))
 
 
@@ -82,7 +81,7 @@ def test_kinds_however_they_are_stored(stage, reshard, remat):
     schedule = build("zb_h1", pp=4, microbatches=5)
     how = {"zero_stage": stage, "reshard_after_forward": reshard, "remat": remat}
     with jax.enable_x64(True):
-        assert_same(*run(schedule, ORDERS["mixed"], **how))
+        assert_same(*run(schedule, LAYERS_OF["mixed"], **how))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
@@ -94,7 +93,7 @@ def test_what_layers_lose_is_in_none_of_the_heads_losses(name):
         return replace(functions, head=head, losses=("loss", "size"))
 
     with jax.enable_x64(True):
-        got, want = run(near(name, 2, 1), ORDERS["mixed"], change=two)
+        got, want = run(near(name, 2, 1), LAYERS_OF["mixed"], change=two)
         assert got.losses.shape == want.losses.shape == (len(want.losses), 2)
         for index in range(2):
             assert_same(got.losses[:, index], want.losses[:, index])
@@ -107,4 +106,4 @@ def test_what_layers_lose_is_in_none_of_the_heads_losses(name):
 def test_two_tick_transfers_and_pairs(name):
     with jax.enable_x64(True):
         lockstep = Lockstep(transfer_ticks=2)
-        assert_same(*run(near(name, 2, 1), ORDERS["mixed"], dp=4, lockstep=lockstep))
+        assert_same(*run(near(name, 2, 1), LAYERS_OF["mixed"], dp=4, lockstep=lockstep))

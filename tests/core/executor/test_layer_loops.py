@@ -7,15 +7,14 @@ import jax.numpy as jnp
 import pytest
 from compare import assert_same
 from kinds import layer_params, mixed
-from legal import near
+from orders import near
 from programs import eqns_of, executed_flops
 from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.core.executor import Execution, Pipeline, losses_and_gradients_ref
 from jaxpipe.core.executor.reference import step_ref
 from jaxpipe.core.mesh import StageLayout, make_mesh
-from jaxpipe.core.schedule import Lockstep
-from jaxpipe.schedules import BUILDERS
+from jaxpipe.core.schedule import ORDERS, Lockstep
 
 EXAMPLES = 2
 ZERO_3 = {"zero_stage": 3, "reshard_after_forward": True}
@@ -42,7 +41,7 @@ def looped(name, counts, dp=1, *, unroll=1, dtype=jnp.float32, **execution):
     [("zb_h1", 2, {}), ("1f1b", 2, ZERO_3), ("zb_h1", 2, ZERO_3), ("1f1b", 2, {"zero_stage": 1})]
     + [("1f1b", 2, {"overlap_sums": True, "zero_stage": 2})]
     + [("1f1b", 1, {"layers_per_iteration": 3}), ("zb_h1", 2, ZERO_3 | {"layers_per_iteration": 2})]
-    + [(name, 1, {"lockstep": Lockstep(pairs=False)}) for name in BUILDERS],
+    + [(name, 1, {"lockstep": Lockstep(pairs=False)}) for name in ORDERS],
 )
 def test_a_loop_equals_the_reference(name, dp, execution):
     """Stages of 3 and 4 layers, so that a slot is empty on one rank; NaN in free slots."""

@@ -8,7 +8,7 @@ from math import prod
 import jax
 import numpy as np
 import pytest
-from legal import near
+from orders import near
 from programs import LAYERS_EACH, find_scan, traced
 from toy import TOY, toy_batch, toy_params
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_same
-from legal import near
+from orders import near
 from programs import find_scan
 from toy import TOY, toy_batch, toy_params
 

@@ -5,15 +5,13 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from meshes import EXAMPLES, LENGTH, pipeline_of
 from programs import LAYERS_EACH, compiled, dot_flops, executed_flops, traced
 from toy import KIND, TOY, toy_batch, toy_params
 
 from jaxpipe.core.contract import Context
 from jaxpipe.core.executor.ring_buffers import ring_lengths, values_by_use
-from jaxpipe.core.schedule import Lockstep, lower
+from jaxpipe.core.schedule import ORDERS, Lockstep, lower
 from jaxpipe.core.split.split import split_layer
-from jaxpipe.schedules import BUILDERS
 
 WIDE = 4  # examples per microbatch
 
@@ -47,7 +45,7 @@ def copies_in_the_loop(compiled_step, sizes, shape):
 
 
 @pytest.mark.slow(unless=["interleaved_zb", "zbv", "dualpipev"])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ORDERS)
 def test_no_ring_is_copied_in_the_loop(name):
     trace, schedule = traced(name, 4, 8)
     tables = lower(schedule)
@@ -73,20 +71,6 @@ def test_a_ring_that_is_copied_is_seen():
     assert copies_in_the_loop(step.lower(ring, ring + 1).compile(), {3}, (WIDE, 6))
 
 
-@pytest.mark.slow(unless=["zb_h1"])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
-def test_no_ring_of_slices_is_copied_in_the_loop(schedule):
-    """Keys and values, and their gradients, are written into their slots in place."""
-    pipeline, _, params, batch = pipeline_of("normed", schedule, 2, 1, 1, slices=4)
-    slots = pipeline.tables.slots
-    step = jax.jit(pipeline.losses_and_gradients).lower(params, batch)
-    text = step.compile().as_text()
-    loop = text.replace(text[text.index("ENTRY") :], "")
-    one = ",".join(map(str, (EXAMPLES, LENGTH, 4, 16)))
-    assert f"f32[{slots.state},{one}]" in loop
-    assert not re.findall(rf"\w+\[(?:{slots.state}|{slots.dstate}),{one}\]\S* copy\(", loop)
-
-
 def test_size_does_not_grow_with_microbatches():
     lines = {
         microbatches: len(compiled("1f1b", 4, microbatches).as_text().splitlines())
@@ -104,7 +88,7 @@ def test_size_does_not_grow_with_microbatches():
         "full-1-False-dualpipev",
     ]
 )
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize(
     ("remat", "extra", "defer_embed_head"),
     [("none", 0, False), ("none", 0, True), ("full", 1, False)],

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_close, assert_same
-from legal import near
+from orders import near
 from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.core.executor import Execution, Pipeline, losses_and_gradients_ref
 from jaxpipe.core.mesh import StageLayout, make_mesh
-from jaxpipe.schedules import BUILDERS
+from jaxpipe.core.schedule import ORDERS
 
 PP = 4
 TREE = {"first": np.linspace(1, 2, 50), "second": np.linspace(3, 4, 50)}
@@ -143,8 +143,8 @@ FAULTS = [
 ]
 
 
-@pytest.mark.slow(unless=["1f1b", "interleaved_zb", "v_half", "dualpipe"])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.slow(unless=["1f1b", "interleaved_zb", "zbv", "dualpipe"])
+@pytest.mark.parametrize("name", ORDERS)
 def test_planted_faults_are_seen(name):
     with jax.enable_x64(True):
         planted = Planted(name)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from commands import SMALL
+from orders import build
 from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.core.contract import Context, LayerKind, LayerOutput, StageFunctions
@@ -11,8 +11,6 @@ from jaxpipe.core.executor import Pipeline
 from jaxpipe.core.executor.traced_kind import TracedKind
 from jaxpipe.core.mesh import StageLayout, make_mesh
 from jaxpipe.core.split import POLICIES
-from jaxpipe.schedules import build
-from jaxpipe.train import main as train
 
 
 def step(layer=None, losses=("loss",), **more):
@@ -96,11 +94,3 @@ def test_a_state_that_is_unlike_the_one_that_was_given():
     )
     with pytest.raises(ValueError, match=message):
         TracedKind.trace("layer", kind, x, x, context, POLICIES["none"])
-
-
-def test_fused_attention_without_a_gpu_is_one_sentence(tmp_path, capsys):
-    assert train([str(SMALL), f"run.dir={tmp_path}", "model.attention=cudnn"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: model.attention='cudnn' needs an NVIDIA GPU and cuDNN")
-    assert error.count("\n") == 1
-    assert not any(tmp_path.iterdir())

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orders import build
 from toy import TOY, toy_batch, toy_params
 
 from jaxpipe.core.executor import Execution, Pipeline
 from jaxpipe.core.executor.reference import step_ref
 from jaxpipe.core.mesh import make_mesh
-from jaxpipe.schedules import build
-from jaxpipe.training.step_metrics import losses_of
 
 BATCH, (SHARED, LAYERS) = toy_batch(0, 2, 1), toy_params(0, 1)
 
@@ -40,8 +39,3 @@ def test_a_weight_scales_losses_and_gradients(step, dtype):
     )
     assert one[0].sum() > 0
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a * 2**8, b), one, few)
-
-
-def test_the_largest_mean_of_a_microbatch():
-    losses = losses_of(("loss",), jnp.array([0.5, 0.5]), jnp.array([0.125, 0.25]), None)
-    assert losses["loss_max"] == 0.5 * 0.375 / 0.125

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpipe.core.mesh import StageLayout, make_mesh
-from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.core.mesh import RP, ReplicaFactors, StageLayout, make_mesh
 
 
 @pytest.mark.parametrize(("pp", "dp", "tp"), [(2, 2, 2), (4, 1, 2), (1, 8, 1), (8, 1, 1)])
@@ -42,11 +41,8 @@ def test_every_layer_slot_holds_a_layer():
     assert layout.slot_kinds == ("b", "a", "a")
     layers = [{kind: jnp.full(2, 1 + i)} for i, kind in enumerate(layout.kinds)]
     jax.tree.map(np.testing.assert_array_equal, layout.unstack(layout.stack(layers)), layers)
-    gemma = LlamaConfig(
-        d_model=8, vocab_size=8, n_heads=1, n_kv_heads=1, d_ff=8, n_layers=34, sliding_window=2,
-        global_every=6,
-    )  # fmt: skip
-    layout = StageLayout((8, 8, 9, 9), kinds=gemma.layer_kinds)
+    gemma = tuple("global" if (i + 1) % 6 == 0 else "local" for i in range(34))
+    layout = StageLayout((8, 8, 9, 9), kinds=gemma)
     assert all(any(layer is not None for layer in slot) for slot in zip(*layout.layer_table))
 
 
@@ -63,3 +59,9 @@ def test_rank_arithmetic_of_the_mesh(sizes, pipeline_first):
             assert place == ((rank // tp) % pp, (rank // tp) // pp, rank % tp)
         else:
             assert place == (rank // (tp * dp), (rank // tp) % dp, rank % tp)
+
+
+def test_replicas_of_a_group_are_neighbours():
+    mesh = make_mesh(1, 8, 1, factors=ReplicaFactors(rp=2))
+    assert mesh.shape[RP] == 2
+    assert [device.id for device in mesh.devices[0, 0].flat] == [0, 1, 2, 3]

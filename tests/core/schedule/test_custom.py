@@ -1,14 +1,14 @@
 """Schedules through files: read back equal, and every fault named by file and cell."""
 
 import pytest
-from legal import near
+from orders import build, near
 
-from jaxpipe.core.schedule import ScheduleError, read_schedule, write_schedule
-from jaxpipe.schedules import BUILDERS, build
+from jaxpipe.core.schedule import ORDERS, ScheduleError, read_schedule, write_schedule
+from jaxpipe.core.schedule.orders.custom import build_custom
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".json"])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ORDERS)
 def test_round_trip(tmp_path, name, suffix):
     schedule = near(name, 4, 8)
     write_schedule(schedule, tmp_path / f"{name}{suffix}")
@@ -22,11 +22,11 @@ def test_slices_are_given_beside_the_file(tmp_path):
     schedule = build("1f1b", pp=2, microbatches=3, slices=2)
     write_schedule(schedule, tmp_path / "1f1b.csv")
     assert read_schedule(tmp_path / "1f1b.csv", slices=2) == schedule
-    assert build("custom", pp=2, microbatches=3, slices=2, path=tmp_path / "1f1b.csv") == schedule
+    assert build_custom(2, 3, slices=2, path=tmp_path / "1f1b.csv") == schedule
     with pytest.raises(ScheduleError, match="go forward in order, and back in reverse"):
         read_schedule(tmp_path / "1f1b.csv", slices=3)
     with pytest.raises(ScheduleError, match=r"is for pp=2 and microbatches=3 of 2 slices, not for"):
-        build("custom", pp=2, microbatches=4, slices=2, path=tmp_path / "1f1b.csv")
+        build_custom(2, 4, slices=2, path=tmp_path / "1f1b.csv")
 
 
 def test_idle_cells_are_passed_over(tmp_path):
@@ -89,7 +89,7 @@ def test_a_deadlock_names_its_cause(tmp_path, edits, cause):
             rows[rank] = rows[rank][::-1].replace(f"{cell},"[::-1], "", 1)[::-1]
     path.write_text("\n".join(rows) + "\n\n")
     with pytest.raises(ScheduleError) as caught:
-        build("custom", pp=4, microbatches=4, path=path)
+        build_custom(4, 4, path=path)
     assert cause in str(caught.value)
 
 
@@ -99,9 +99,9 @@ def test_a_file_for_another_number_of_ranks(tmp_path):
     for more in ("4F0\n", "4F0,4F1,4F2,4F3\n", "4B0\n"):
         (tmp_path / "five.csv").write_text(path.read_text() + more)
         with pytest.raises(ScheduleError, match=r"orders of 5 pipeline ranks.* but pp=4"):
-            build("custom", pp=4, microbatches=4, path=tmp_path / "five.csv")
+            build_custom(4, 4, path=tmp_path / "five.csv")
     with pytest.raises(ScheduleError, match=r"orders of 4 pipeline ranks.* but pp=2"):
-        build("custom", pp=2, microbatches=4, path=path)
+        build_custom(2, 4, path=path)
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -115,10 +115,10 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_build_takes_a_file(tmp_path):
     path = tmp_path / "mine.csv"
     write_schedule(build("zb_h1", pp=2, microbatches=4), path)
-    assert build("custom", pp=2, microbatches=4, path=path).notation()[1][0] == "1F0"
+    assert build_custom(2, 4, path=path).notation()[1][0] == "1F0"
     with pytest.raises(
         ScheduleError, match="is for pp=2 and microbatches=4, not for pp=2 and micr"
     ):
-        build("custom", pp=2, microbatches=8, path=path)
+        build_custom(2, 8, path=path)
     with pytest.raises(ScheduleError, match="custom needs a path: give the .csv or .json"):
-        build("custom", pp=2, microbatches=8)
+        build_custom(2, 8)

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import interpret
-from legal import min_microbatches, near
+from orders import build, has_option, min_microbatches, near
 
 from jaxpipe.core.schedule import (
+    ORDERS,
     Action,
     Lockstep,
     Op,
@@ -26,17 +27,14 @@ from jaxpipe.core.schedule import (
     validate,
 )
 from jaxpipe.core.schedule.lifetimes import assign_slots
-from jaxpipe.schedules import BUILDERS, FAMILIES, build
 
 PAIRED = ("dualpipe", "dualpipev")  # an F together with a gradient of another chunk
 
 
 @cache
 def from_least(name, pp, more, chunks):
-    """Near the family's fewest microbatches on `pp` ranks plus `more`; fewer if it searches."""
-    family = FAMILIES[name]
-    more = more % 6 if family.is_searched else more - 1
-    return near(name, pp, min_microbatches(name, pp) + more, chunks)
+    """Return a schedule of about `more` microbatches more than the fewest on `pp` ranks."""
+    return near(name, pp, min_microbatches(name, pp) + more - 1, chunks)
 
 
 def writable(tables):
@@ -44,9 +42,7 @@ def writable(tables):
     return deepcopy(tables)
 
 
-@pytest.mark.extended(only=["zbv", "zb_auto"])
-@pytest.mark.slow(only=["v_half", "v_min"])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ORDERS)
 @given(
     pp=st.integers(1, 8),
     microbatches=st.integers(1, 20),
@@ -108,7 +104,7 @@ def test_a_cap_on_microbatches_is_kept(
     assert tables.slots.for_w <= in_flight
 
 
-@pytest.mark.parametrize("name", [name for name in BUILDERS if name not in PAIRED])
+@pytest.mark.parametrize("name", [name for name in ORDERS if name not in PAIRED])
 @pytest.mark.parametrize("transfer_ticks", [1, 2])
 def test_slots_are_the_schedules_own_peak(name, transfer_ticks):
     """A buffer has as many slots as the order of actions needs, whatever their ticks."""
@@ -162,7 +158,7 @@ def test_a_planted_fault_is_caught(fault):
         assert interpret(schedule, tables) == {action for _, action in schedule.actions()}
 
 
-SLICED = [name for name in BUILDERS if FAMILIES[name].has_option("slices")]  # not those of files
+SLICED = [name for name in ORDERS if has_option(name, "slices")]
 
 
 @pytest.mark.parametrize("name", SLICED)

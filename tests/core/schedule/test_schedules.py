@@ -3,10 +3,11 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legal import QUICK, near, nearest_sizes
 from oracles.peaks import peak_held
+from orders import build, near, nearest_sizes
 
 from jaxpipe.core.schedule import (
+    ORDERS,
     Action,
     Cell,
     Costs,
@@ -16,21 +17,15 @@ from jaxpipe.core.schedule import (
     Schedule,
     ScheduleError,
     forward_only,
-    lower,
     simulate,
     validate,
-    write_schedule,
 )
 from jaxpipe.core.schedule.cells import place
-from jaxpipe.schedules import BUILDERS, FAMILIES, VariantSizes, build, draw_timeline
 
 SIZES = st.tuples(st.integers(1, 16), st.integers(1, 48))
 
 
-SEARCHED = [name for name in BUILDERS if FAMILIES[name].is_searched]
-
-
-@pytest.mark.parametrize("name", [name for name in BUILDERS if name not in SEARCHED])
+@pytest.mark.parametrize("name", ORDERS)
 @given(pp=st.integers(1, 16), microbatches=st.integers(1, 64), v=st.integers(1, 4))
 @settings(max_examples=40, deadline=None)
 def test_every_builder_is_valid(name, pp, microbatches, v):
@@ -43,22 +38,6 @@ def test_every_builder_is_valid(name, pp, microbatches, v):
         assert all(here <= most for here, most in zip(report.peak_until_w, declared))
     else:
         assert report.peak_until_w == declared
-
-
-@pytest.mark.slow(unless=["zb_auto", "zbv"])
-@pytest.mark.parametrize("name", SEARCHED)
-@given(
-    pp=st.integers(1, 12),
-    microbatches=st.integers(1, 24),
-    times=st.tuples(*[st.floats(0.2, 3.0)] * 3),
-)
-@settings(max_examples=15, deadline=None)
-def test_every_search_ends_within_its_memory(name, pp, microbatches, times):
-    schedule = near(name, pp, microbatches, costs=Costs(*times, transfer=0.05))
-    validate(schedule)
-    declared = peak_held(name, pp, microbatches, schedule.stages // pp)
-    held = simulate(schedule).peak_until_w
-    assert all(here <= most for here, most in zip(held, declared))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -89,11 +68,6 @@ def test_peaks(size):
 
 def test_the_1f1b_figure_of_four_stages_and_eight_microbatches():
     """PipeDream-2BW/flush, Fig. 2: warm-up 3, 2, 1, 0; then strict alternation; then drain."""
-    last_rank = draw_timeline(build("1f1b", pp=4, microbatches=8)).splitlines()[3]
-    assert last_rank.split("| ")[1].split()[3:] == [
-        "F0", "BW0", "F1", "BW1", "F2", "BW2", "F3", "BW3", "F4", "BW4", "F5", "BW5", "F6", "BW6",
-        "F7", "BW7", ".", ".", ".",
-    ]  # fmt: skip
     orders = build("1f1b", pp=4, microbatches=8).notation()
     assert " ".join(orders[0]) == (
         "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0F6 0B3 0F7 0B4 0B5 0B6 0B7"
@@ -201,24 +175,6 @@ def test_validate_names_the_broken_cell(rank, edit, message):
         validate(broken(rank, edit))
 
 
-@pytest.mark.parametrize(
-    ("name", "pp", "microbatches", "message"),
-    [
-        ("4p4q", 2, 2, "unknown schedule '4p4q': Choose one of gpipe, 1f1b"),
-        ("Interleaved1F1B", 2, 2, "did you mean interleaved_1f1b"),
-        ("dualpipe", 3, 8, "even pp .* got pp=3, microbatches=8; with pp=4 use 8"),
-        ("dualpipe", 4, 7, "with pp=4 use 8"),
-        ("dualpipev", 4, 7, "at least 2 pp microbatches: .* use 8 or more"),
-        ("interleaved_1f1b", 2, 5, "microbatches=5 must be a multiple of .* 2 .*: use 4 or 6"),
-        ("1f1b", 0, 2, "pp=0"),
-        ("gpipe", 2, 0, "microbatches=0"),
-    ],
-)
-def test_build_rejects(name, pp, microbatches, message):
-    with pytest.raises(ScheduleError, match=message):
-        build(name, pp=pp, microbatches=microbatches)
-
-
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "interleaved_zb"])
 @given(
     pp=st.integers(1, 9),
@@ -236,65 +192,14 @@ def test_groups_of_any_size_and_a_rest_are_valid(name, pp, more, rounds, rest, s
     validate(build(name, **sizes, virtual_stages=3))
 
 
-@pytest.mark.parametrize(("breadth", "microbatches"), [(3, 9), (5, 16), (0, 8)])
+@pytest.mark.parametrize(("breadth", "microbatches"), [(3, 9), (5, 16)])
 def test_groups_that_do_not_fill_the_ranks_are_refused(breadth, microbatches):
     message = f"breadth={breadth}"
     with pytest.raises(ScheduleError, match=message):
         build("interleaved_1f1b", pp=4, microbatches=microbatches, breadth=breadth)
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-def test_every_builder_takes_costs_and_a_memory_limit(name):
-    """A limit at the schedule's own peak is accepted; below it a search finds another schedule.
-
-    Families without a search refuse it, and name the least limit.
-    """
-    costs = Costs(1.0, 1.2, 0.8, transfer=0.1)
-    sizes = {"pp": 4, "microbatches": 8, "costs": costs}
-    if name in SEARCHED:
-        sizes["effort"] = QUICK
-    peak = max(simulate(build(name, **sizes)).peak_until_w)
-    schedule = build(name, **sizes, memory_limit=peak, objective="makespan")
-    assert max(simulate(schedule).peak_until_w) <= peak
-    if name in SEARCHED:
-        for less in (peak - 1, 2):
-            assert max(simulate(build(name, **sizes, memory_limit=less)).peak_until_w) <= less
-    else:
-        with pytest.raises(ScheduleError, match=f"the least that works for it is {peak}"):
-            build(name, **sizes, memory_limit=peak - 1)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_what_a_family_says_is_what_its_builder_does(name, tmp_path):
-    """Its nearest sizes are built, others are refused; placement, stages and slices match."""
-    family, options = FAMILIES[name], {}
-    assert family.name == name
-    assert "\n" not in family.summary
-    assert len(family.summary) <= 80
-    if family.placement == "file":
-        write_schedule(build("1f1b", pp=4, microbatches=8), tmp_path / "order.csv")
-        options = {"path": tmp_path / "order.csv"}
-    if family.is_searched:
-        options = {"effort": QUICK}
-    pp, microbatches = nearest_sizes(name, 4, 8)
-    schedule = build(name, pp=pp, microbatches=microbatches, **options)
-    assert schedule.stages == pp * family.stages
-    rank_of = schedule.placement.rank_of
-    turns = len(rank_of) > pp and rank_of[pp - 1] == rank_of[pp]
-    assert turns == (family.placement == "v")
-    mirrored = schedule.placement.mirrored_from is not None
-    assert mirrored == (family.placement == "both ways")
-    if family.placement == "file":  # its slices are those of the file: test_custom.py
-        assert family.has_option("slices")
-    elif family.has_option("slices"):
-        sliced = build(name, pp=pp, microbatches=microbatches, slices=2)
-        assert (sliced.slices, sliced.microbatches) == (2, 2 * microbatches)
-    else:
-        with pytest.raises(ScheduleError, match="has no slices"):
-            build(name, pp=pp, microbatches=microbatches, slices=2, **options)
-
-
-@pytest.mark.parametrize("name", [name for name in BUILDERS if name not in SEARCHED])
+@pytest.mark.parametrize("name", ORDERS)
 @given(pp=st.integers(1, 9), microbatches=st.integers(1, 40))
 @settings(max_examples=60, deadline=None)
 def test_nearest_sizes_are_those_that_a_builder_takes(name, pp, microbatches):
@@ -303,29 +208,3 @@ def test_nearest_sizes_are_those_that_a_builder_takes(name, pp, microbatches):
     if (pp, microbatches) != near_by:
         with pytest.raises(ScheduleError):
             build(name, pp=pp, microbatches=microbatches)
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_variants_to_plan_can_be_built(name):
-    family = FAMILIES[name]
-    variants = list(family.variants(name, VariantSizes(pp=4, layers=12)))
-    assert variants
-    assert len({variant.label for variant in variants}) == len(variants)
-    for variant in variants:
-        assert variant.family == name
-        options = {"effort": QUICK} if family.is_searched else {}
-        chosen = {"virtual_stages": variant.virtual_stages, "memory_limit": variant.memory_limit}
-        schedule = build(name, pp=4, microbatches=8, **chosen, **options)
-        lower(schedule, Lockstep(in_flight=variant.in_flight))
-
-
-def test_packed_1f1b_is_as_tight_as_it_can_be():
-    """With one fewer in flight the scan waits; slices and a shared vocabulary need more."""
-    for slices, shared in ((1, False), (1, True), (2, False), (2, True)):
-        schedule = build("1f1b", pp=4, microbatches=16, slices=slices)
-        packed = VariantSizes(4, 8, slices, shared).packed_in_flight
-        ticks = [
-            lower(schedule, Lockstep(in_flight=n, vocab_parallel=shared)).ticks
-            for n in (packed - 1, packed, packed + 1)
-        ]
-        assert ticks[0] > ticks[1] == ticks[2]

@@ -275,3 +275,12 @@ def test_what_must_be_kept_is_never_made_again(layer_case, policy):
 
     assert not made_again(("choice",))
     assert made_again(()) == (policy != "none")
+
+
+def test_a_gradient_that_reads_the_state_it_was_given_is_refused():
+    def layer(w, x, context):
+        return LayerOutput(jnp.tanh(x @ w) * context.state, context.state + x)
+
+    x = jnp.ones((2, 4))
+    with pytest.raises(ValueError, match="not the state that it is given"):
+        split_layer(layer, jnp.ones((4, 4)), x, Context({}, state=x))

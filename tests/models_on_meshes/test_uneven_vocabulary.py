@@ -1,7 +1,6 @@
 """A vocabulary that its devices do not divide is padded, and nothing else changes."""
 
 import math
-from pathlib import Path
 
 import chex
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from commands import SMALL
 from compare import assert_same
 from meshes import run
 from training_runs import keyed, keying, train_on_random_tokens
@@ -21,7 +21,6 @@ from jaxpipe.model.loss import chunked_cross_entropy_sum, cross_entropy_sum
 from jaxpipe.planning import Hardware, analytic, estimates
 from jaxpipe.training.trainer import Trainer
 
-SMALL = Path(__file__).parents[2] / "data" / "small.toml"
 SHARED = Lockstep(vocab_parallel=True)
 MESHES = {
     "tp=2": ("parallel.pp=1", "parallel.tp=2", "parallel.dp=1", "train.microbatch_size=2"),

@@ -1,5 +1,6 @@
 """Sequences in slices, each with its own forward and backward passes, against full sequences."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -7,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_same
-from meshes import MODELS, pipeline_of, problem, run, wanted
+from meshes import EXAMPLES, LENGTH, MODELS, pipeline_of, problem, run, wanted
 
-from jaxpipe.core.contract import Context, LayerKind, LayerOutput
+from jaxpipe.core.contract import LayerKind
 from jaxpipe.core.executor import losses_and_gradients_ref
 from jaxpipe.core.mesh import shard_batch
 from jaxpipe.core.schedule import Lockstep
-from jaxpipe.core.split import split_layer
 from jaxpipe.model.families.llama.decoder import LlamaDecoder
 from jaxpipe.model.options import Sharing
 
@@ -105,10 +105,15 @@ def test_only_functions_with_a_state_run_in_slices():
         whole.losses(params, batch)
 
 
-def test_a_gradient_that_reads_the_state_it_was_given_is_refused():
-    def layer(w, x, context):
-        return LayerOutput(jnp.tanh(x @ w) * context.state, context.state + x)
-
-    x = jnp.ones((2, 4))
-    with pytest.raises(ValueError, match="not the state that it is given"):
-        split_layer(layer, jnp.ones((4, 4)), x, Context({}, state=x))
+@pytest.mark.slow(unless=["zb_h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
+def test_no_ring_of_slices_is_copied_in_the_loop(schedule):
+    """Keys and values, and their gradients, are written into their slots in place."""
+    pipeline, _, params, batch = pipeline_of("normed", schedule, 2, 1, 1, slices=4)
+    slots = pipeline.tables.slots
+    step = jax.jit(pipeline.losses_and_gradients).lower(params, batch)
+    text = step.compile().as_text()
+    loop = text.replace(text[text.index("ENTRY") :], "")
+    one = ",".join(map(str, (EXAMPLES, LENGTH, 4, 16)))
+    assert f"f32[{slots.state},{one}]" in loop
+    assert not re.findall(rf"\w+\[(?:{slots.state}|{slots.dstate}),{one}\]\S* copy\(", loop)

@@ -13,8 +13,6 @@ from resolving import resolved
 
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
-from jaxpipe.core.mesh import RP, make_mesh
-from jaxpipe.core.mesh.mesh import ReplicaFactors
 from jaxpipe.training.trainer import Trainer
 
 GROUPS = ["parallel.pp=2", "parallel.dp=4", "parallel.dp_replicate=2"]
@@ -80,12 +78,6 @@ def test_groups_train_as_plain_replicas_do():
         _, metrics = trainer.train_step(state, trainer.put(batch))
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     np.testing.assert_allclose(*found, rtol=1e-6)
-
-
-def test_replicas_of_a_group_are_neighbours():
-    mesh = make_mesh(1, 8, 1, factors=ReplicaFactors(rp=2))
-    assert mesh.shape[RP] == 2
-    assert [device.id for device in mesh.devices[0, 0].flat] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

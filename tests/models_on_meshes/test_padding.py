@@ -1,13 +1,12 @@
 """Parameters that dp divides along no axis: stored in padded shards, with no other effect."""
 
-from pathlib import Path
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from commands import SMALL
 from compare import assert_same, relative
 from jax.sharding import PartitionSpec
 from meshes import pipeline_of, problem, run
@@ -21,7 +20,6 @@ from jaxpipe.core.schedule import Lockstep
 from jaxpipe.planning import Hardware, analytic, estimates
 from jaxpipe.training.trainer import Trainer
 
-SMALL = Path(__file__).parents[2] / "data" / "small.toml"
 ODD = ("model.n_layers=4", "model.d_model=64", "model.d_ff=80", "train.seq_len=8",
        "train.grad_accum_steps=4", "optimizer.eps=1e-2")  # fmt: skip
 MESHES = {  # all with batches of 6 sequences, except that of five replicas, which does not train
