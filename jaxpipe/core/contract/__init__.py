@@ -7,6 +7,7 @@ from jaxpipe.core.contract.layer import (
     LayerOutput,
     Names,
     Rounds,
+    Tree,
     pairing_point,
 )
 from jaxpipe.core.contract.model import StageFunctions
@@ -19,5 +20,6 @@ __all__ = [
     "Names",
     "Rounds",
     "StageFunctions",
+    "Tree",
     "pairing_point",
 ]  # fmt: skip

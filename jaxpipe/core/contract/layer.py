@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import jax
 
-Tree = Any
+Tree = Any  # a pytree, of arrays unless a docstring says otherwise
 Names = tuple[str, ...]
 Rounds = Iterable[tuple[str | None, str | None]]
 IN_FORWARD, IN_GRADIENT = "point of F: ", "point of a gradient: "  # prefixes of the points' names

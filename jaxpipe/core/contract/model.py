@@ -4,12 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from jaxpipe.core.contract.layer import Aux, LayerKind
+from jaxpipe.core.contract.layer import Aux, LayerKind, Tree
 
 if TYPE_CHECKING:
     import jax
-
-Tree = Any
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Tree = Any
+from jaxpipe.core.contract import Tree
+
 HOST = "pinned_host"  # memory kind of arrays in host memory that devices copy from
 
 _get = partial(lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False)

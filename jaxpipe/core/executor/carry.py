@@ -5,10 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxpipe.core.contract import Aux
+from jaxpipe.core.contract import Aux, Tree
 from jaxpipe.core.executor.ring_buffers import RingArrays
-
-Tree = Any
 
 
 class Carry(NamedTuple):

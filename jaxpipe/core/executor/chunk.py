@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.core.contract import Aux, Context
+from jaxpipe.core.contract import Aux, Context, Tree
 from jaxpipe.core.executor.layer_run import LayerRun
 from jaxpipe.core.executor.ring_buffers import GradientInputs, RingArrays
 from jaxpipe.core.executor.step_data import Mean
@@ -17,7 +17,6 @@ from jaxpipe.core.executor.traced_kind import add_aux, elementwise_max, embed_he
 from jaxpipe.core.schedule import Op, TableRow
 from jaxpipe.core.split.ports import Cotangent
 
-Tree = Any
 ReadInputs = Callable[[LayerRun, RingArrays], GradientInputs]
 
 

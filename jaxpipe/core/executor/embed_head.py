@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.core.contract import Context
+from jaxpipe.core.contract import Context, Tree
 from jaxpipe.core.executor import buffers
 from jaxpipe.core.executor.carry import Carry
 from jaxpipe.core.executor.stage import EmbedHeadFunction, add_gradients
@@ -17,8 +17,6 @@ from jaxpipe.core.mesh import PP
 from jaxpipe.core.schedule import TableRow
 from jaxpipe.core.split.ports import Cotangent
 from jaxpipe.core.split.split import LayerSplit
-
-Tree = Any
 
 
 @dataclass(frozen=True)

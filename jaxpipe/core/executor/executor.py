@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpipe.core.contract import Aux, StageFunctions
+from jaxpipe.core.contract import Aux, StageFunctions, Tree
 from jaxpipe.core.executor.execution import Execution
 from jaxpipe.core.executor.fit import check_fit, check_overlapping_steps
 from jaxpipe.core.executor.program import DeviceProgram
@@ -18,8 +18,6 @@ from jaxpipe.core.executor.updates import Accepts, Update, UpdateOutputs, Updati
 from jaxpipe.core.mesh import PP, Sharding, StageLayout, batch_spec, map_stage_stacked
 from jaxpipe.core.mesh.flags import is_trained, select
 from jaxpipe.core.schedule import Schedule, Tables, forward_only, lower
-
-Tree = Any
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
 """A number that tells whether the bits of two trees differ."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-Tree = Any
+from jaxpipe.core.contract import Tree
 
 
 def fingerprint(tree: Tree) -> jax.Array:

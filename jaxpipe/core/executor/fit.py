@@ -1,19 +1,18 @@
 """Checks that model, schedule, mesh, parameters and batch of a `Pipeline` fit each other."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
+from jaxpipe.core.contract import Tree
 from jaxpipe.core.executor.execution import Execution
 from jaxpipe.core.mesh import PP, REPLICA_AXES
 from jaxpipe.core.schedule import Schedule
 
 if TYPE_CHECKING:
     from jaxpipe.core.executor.executor import Pipeline
-
-Tree = Any
 
 
 def check_fit(pipeline: "Pipeline", params: Tree, batch: Tree) -> None:

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.core.contract import Tree
 from jaxpipe.core.executor import buffers
 from jaxpipe.core.executor.traced_kind import TracedKind
 from jaxpipe.core.mesh import DP, ParamSharding
 from jaxpipe.core.split.ports import Weights
 
-Tree = Any
 Passed = tuple[Any, ...]
 Layer = Callable[..., Passed]  # (*passed) -> passed
 OfLayer = Callable[..., Passed]  # (LayerRun.at(i), params, *passed) -> passed

@@ -14,11 +14,11 @@ import jax
 from jax import lax
 from jax.extend.core import Var
 
+from jaxpipe.core.contract import Tree
 from jaxpipe.core.contract.layer import IN_FORWARD, IN_GRADIENT, Names
 from jaxpipe.core.executor.chunk import BackwardOutputs, ForwardOutputs, run_in_order
 from jaxpipe.core.split.jaxpr import bind, read, reads, trace_flat
 
-Tree = Any
 Work = tuple[Callable[[jax.Array], Tree], jax.Array]
 Hook = Callable[[Names, Names], Any] | None
 

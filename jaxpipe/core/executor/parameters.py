@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.core.contract import Tree
 from jaxpipe.core.executor.chunk import Chunk
 from jaxpipe.core.executor.execution import Execution
 from jaxpipe.core.executor.layer_run import LayerRun
 from jaxpipe.core.executor.traced_kind import TracedKind
 from jaxpipe.core.mesh import DP, PP, REPLICA_AXES, TP, ParamSharding, StageLayout
 from jaxpipe.core.mesh.flags import is_trained, select
-
-Tree = Any
 
 
 @dataclass(frozen=True)

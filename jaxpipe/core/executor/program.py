@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.core.contract import Aux, Context, StageFunctions
+from jaxpipe.core.contract import Aux, Context, StageFunctions, Tree
 from jaxpipe.core.executor.carry import Carry
 from jaxpipe.core.executor.embed_head import EmbedHead
 from jaxpipe.core.executor.execution import Execution
@@ -24,8 +24,6 @@ from jaxpipe.core.executor.traced_kind import TracedKind
 from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, StageLayout
 from jaxpipe.core.mesh.flags import is_trained
 from jaxpipe.core.schedule import TableRow, Tables
-
-Tree = Any
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.core.contract import Aux, Context, StageFunctions
+from jaxpipe.core.contract import Aux, Context, StageFunctions, Tree
 from jaxpipe.core.mesh.flags import is_trained, select
 from jaxpipe.core.mesh.sharding import param_specs_of
 from jaxpipe.core.split.split import with_statistics
-
-Tree = Any
 
 
 class StepOutput(NamedTuple):

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.core.contract import Tree
 from jaxpipe.core.executor import buffers
 from jaxpipe.core.mesh.mesh import PP
 from jaxpipe.core.schedule import Buffers, Op, TableRow
 from jaxpipe.core.split.crossing import Residuals
 from jaxpipe.core.split.split import inexact
 
-Tree = Any
 Values = tuple[jax.ShapeDtypeStruct, ...]
 Index = int | jax.Array
 

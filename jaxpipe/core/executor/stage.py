@@ -7,13 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.core.contract import Context, LayerOutput
+from jaxpipe.core.contract import Context, LayerOutput, Tree
 from jaxpipe.core.mesh.flags import merge, select
 from jaxpipe.core.split.jaxpr import reads, run_slice, trace_labelled, unrounded
 from jaxpipe.core.split.ports import Weights
 from jaxpipe.core.split.split import LayerSplit, split_layer
-
-Tree = Any
 
 
 @dataclass(frozen=True)

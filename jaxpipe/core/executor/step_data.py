@@ -8,11 +8,10 @@ import jax
 import numpy as np
 from jax import lax
 
+from jaxpipe.core.contract import Tree
 from jaxpipe.core.executor import buffers
 from jaxpipe.core.executor.execution import Execution
 from jaxpipe.core.schedule import TableRow, Tables
-
-Tree = Any
 
 
 class Mean(NamedTuple):

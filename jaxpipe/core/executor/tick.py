@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.core.contract import Tree
 from jaxpipe.core.executor import buffers
 from jaxpipe.core.executor.carry import Carry
 from jaxpipe.core.executor.chunk import ActionInputs, BackwardOutputs, Chunk, ForwardOutputs
@@ -26,8 +27,6 @@ from jaxpipe.core.executor.step_data import StepData
 from jaxpipe.core.executor.traced_kind import TracedKind, empty_aux, empty_statistics
 from jaxpipe.core.executor.transfers import Transfers
 from jaxpipe.core.schedule import Op, OverlapPair, TableRow
-
-Tree = Any
 
 
 @dataclass(frozen=True)

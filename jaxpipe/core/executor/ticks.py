@@ -10,20 +10,18 @@ reduced from its start.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.core.contract import Tree
 from jaxpipe.core.executor.carry import Carry
 from jaxpipe.core.executor.execution import Execution
 from jaxpipe.core.executor.step_data import StepData
 from jaxpipe.core.executor.tick import DeviceWork
 from jaxpipe.core.schedule import TableRow, Tables
-
-Tree = Any
 
 
 def closing_tick(tables: Tables, execution: Execution) -> int | None:

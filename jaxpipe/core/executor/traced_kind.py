@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.core.contract import Aux, Context, LayerKind, LayerOutput
+from jaxpipe.core.contract import Aux, Context, LayerKind, LayerOutput, Tree
 from jaxpipe.core.executor.ring_buffers import RingBuffers
 from jaxpipe.core.jax_internals import keep_outputs
 from jaxpipe.core.mesh.flags import is_trained
@@ -18,7 +18,6 @@ from jaxpipe.core.split.jaxpr import evaluate
 from jaxpipe.core.split.ports import Weights
 from jaxpipe.core.split.split import LayerSplit, check_array, split_layer
 
-Tree = Any
 NOTHING = Residuals((), ())
 
 

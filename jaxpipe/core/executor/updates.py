@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.core.contract import Aux
+from jaxpipe.core.contract import Aux, Tree
 from jaxpipe.core.executor.carry import Carry
 from jaxpipe.core.executor.parameters import DeviceParameters
 from jaxpipe.core.executor.program import DeviceProgram, aux_of, reduce_aux
@@ -36,7 +36,6 @@ from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, ParamSharding, map_stage_sta
 from jaxpipe.core.mesh.flags import choose, merge
 from jaxpipe.core.schedule import TableRow
 
-Tree = Any
 Update = Callable[[Tree, Tree, Tree, jax.Array], tuple[Tree, Tree]]
 Accepts = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 _EVERY = (PP, *REPLICA_AXES)

@@ -4,12 +4,10 @@
 state and checkpoints of a selected tree have no arrays there.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-Tree = Any
+from jaxpipe.core.contract import Tree
 
 
 def is_trained(params: Tree) -> Tree:

@@ -22,9 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe.core.contract import Tree
 from jaxpipe.core.schedule import Placement
-
-Tree = Any
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpipe.core.contract import Tree
 from jaxpipe.core.contract.parameter import Names, ParamSpec, plan_sharding
 from jaxpipe.core.mesh.flags import is_trained, merge
 from jaxpipe.core.mesh.mesh import DP, EP, PP, REPLICA_AXES, RP, TP, ZERO_AXES
 
-Tree = Any
 _NESTING = (TP, PP, EP, DP, RP)  # order in which axes shard a dim, largest shards first; rp never
 _PLAIN = ParamSpec()
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, primitives
 
-Tree = Any
+from jaxpipe.core.contract import Tree
 
 # Calls that are inlined; others (loops, jax.checkpoint, shard_map) stay one opaque equation.
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}

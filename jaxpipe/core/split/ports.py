@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Var
 
-from jaxpipe.core.contract import Context, LayerOutput
-
-Tree = Any
+from jaxpipe.core.contract import Context, LayerOutput, Tree
 
 
 class Cotangent(NamedTuple):

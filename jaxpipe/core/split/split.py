@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
-from jaxpipe.core.contract import Context, LayerOutput
+from jaxpipe.core.contract import Context, LayerOutput, Tree
 from jaxpipe.core.mesh.flags import merge, select
 from jaxpipe.core.split.crossing import (
     POLICIES,
@@ -49,7 +49,6 @@ from jaxpipe.core.split.jaxpr import (
 )
 from jaxpipe.core.split.ports import Cotangent, Ports, Weights
 
-Tree = Any
 Layer = Callable[[Tree, Any, Context], LayerOutput]
 
 
