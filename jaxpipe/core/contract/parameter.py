@@ -134,44 +134,76 @@ def plan_sharding(
     >>> plan_sharding((4, 8, 64, 32), experts, mesh | {"ep": 4}, is_layer=True, zero_stage=1)
     ShardingPlan(dim_axes=(('pp',), ('ep', 'dp'), (), ()), padding=(0, 0, 0, 0))
     """
-    names: list[Names] = [()] * len(shape)
-    padding = [0] * len(shape)
     first = int(is_layer)
-    for _, dim in param.sharded if param.uneven else ():
-        parts = prod(mesh.get(axis, 1) for axis, of in param.sharded if of == dim)
-        padding[first + dim] = -shape[first + dim] % parts
-    sizes = [size + more for size, more in zip(shape, padding)]
-
-    def divide(axes: Names, dims: Sequence[int]) -> bool:
-        parts = prod(mesh.get(axis, 1) for axis in axes)
-        for dim in dims:
-            if sizes[dim] % parts == 0:
-                sizes[dim] //= parts
-                names[dim] += axes
-                return True
-        return False
-
-    every = range(first, len(sizes))
+    division = _Division.start(shape, param, mesh, first)
+    every = range(first, len(shape))
     if is_layer:
-        divide((PP,), [0])
+        division.divide((PP,), [0])
     for axis, dim in param.sharded:
         if mesh.get(axis, 1) > 1 or axis == PP:
-            divide((axis,), [first + dim])
+            division.divide((axis,), [first + dim])
     if not is_layer and PP not in param.sharded_axes:
-        divide((PP,), every)
+        division.divide((PP,), every)
     replicas = tuple(
         axis
         for axis in reversed(ZERO_AXES)
         if axis not in param.sharded_axes and (axis == DP or mesh.get(axis, 1) > 1)
     )
-    parts = prod(mesh.get(axis, 1) for axis in replicas)
-    if zero_stage and parts > 1 and not divide(replicas, every) and param.shape is not None:
-        free = [dim for dim in every if not names[dim]]
-        found = _least_padded(free, sizes, parts)
+    shards_replicas = zero_stage and division.parts(replicas) > 1
+    if shards_replicas and not division.divide(replicas, every) and param.shape is not None:
+        division.divide_padded(replicas, every)
+    return ShardingPlan(tuple(division.names), tuple(division.padding))
+
+
+@dataclass
+class _Division:
+    """The dims of a parameter while mesh axes are assigned to them.
+
+    Attributes:
+      mesh: sizes of the mesh axes.
+      sizes: size of each dim's shard, with padding.
+      names: for every dim the mesh axes that shard it.
+      padding: for every dim the zeros appended to it.
+    """
+
+    mesh: Mapping[str, int]
+    sizes: list[int]
+    names: list[Names]
+    padding: list[int]
+
+    @classmethod
+    def start(
+        cls, shape: Sequence[int], param: ParamSpec, mesh: Mapping[str, int], first: int
+    ) -> "_Division":
+        """Return undivided dims; those that a parameter shards unevenly are padded."""
+        padding = [0] * len(shape)
+        for _, dim in param.sharded if param.uneven else ():
+            parts = prod(mesh.get(axis, 1) for axis, of in param.sharded if of == dim)
+            padding[first + dim] = -shape[first + dim] % parts
+        sizes = [size + more for size, more in zip(shape, padding)]
+        return cls(mesh, sizes, [()] * len(shape), padding)
+
+    def parts(self, axes: Names) -> int:
+        """Return the number of devices along some axes."""
+        return prod(self.mesh.get(axis, 1) for axis in axes)
+
+    def divide(self, axes: Names, dims: Sequence[int]) -> bool:
+        """Shard the first of `dims` that the devices along `axes` divide; whether there is one."""
+        parts = self.parts(axes)
+        for dim in dims:
+            if self.sizes[dim] % parts == 0:
+                self.sizes[dim] //= parts
+                self.names[dim] += axes
+                return True
+        return False
+
+    def divide_padded(self, axes: Names, dims: Sequence[int]) -> None:
+        """Shard the dim of `dims` that nothing shards and that needs the least padding, if any."""
+        free = [dim for dim in dims if not self.names[dim]]
+        found = _least_padded(free, self.sizes, self.parts(axes))
         if found is not None:
-            dim, padding[dim] = found
-            names[dim] = replicas
-    return ShardingPlan(tuple(names), tuple(padding))
+            dim, self.padding[dim] = found
+            self.names[dim] = axes
 
 
 def _least_padded(

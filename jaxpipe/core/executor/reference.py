@@ -1,5 +1,7 @@
 """The reference implementation: one device, one sequence after the other, `jax.grad`."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -7,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.core.contract import Aux, Context, StageFunctions, Tree
+from jaxpipe.core.contract import Aux, Context, LayerKind, StageFunctions, Tree
 from jaxpipe.core.mesh.flags import is_trained, select
 from jaxpipe.core.mesh.sharding import param_specs_of
 from jaxpipe.core.split.split import with_statistics
@@ -59,7 +61,7 @@ def divisor(total: jax.Array) -> jax.Array:
 
 def step_ref(
     functions: StageFunctions,
-    shared: Tree,
+    embed_head: Tree,
     layers: list[Tree],
     batch: Tree,
     slices: int = 1,
@@ -72,7 +74,7 @@ def step_ref(
 
     Args:
       functions: the model.
-      shared: parameters of embedding and head.
+      embed_head: parameters of embedding and head.
       layers: full parameters of all layers, in order.
       batch: a tree of arrays `[M, B, ...]`.
       slices: number of consecutive microbatches that are the slices of the same sequences.
@@ -96,95 +98,153 @@ def step_ref(
     >>> got.losses.tolist(), float(got.gradients["layers"][0]["gain"])
     ([9.0, 9.0, 9.0, 9.0], 36.0)
     """
-    microbatches = [
-        jax.tree.map(lambda a, m=m: a[m], batch) for m in range(jax.tree.leaves(batch)[0].shape[0])
-    ]
-    counts = [jnp.asarray(functions.count(rows)) for rows in microbatches]
-    terms = sum(counts)
-    kinds = [functions.kinds_by_name[name] for name in functions.layer_kinds(len(layers))]
+    return _Reference(functions, tuple(functions.layer_kinds(len(layers))), slices).step(
+        {"embed_head": embed_head, "layers": layers}, batch, variables
+    )
 
-    def through_layers(params: Tree, seen: list[list[Tree]], sequence: list[Tree], variables: Tree):
-        """Yield the last layer's y of every slice, and the auxiliary outputs of its layers."""
-        states = [None] * len(kinds)
-        for rows, of_layers in zip(sequence, seen):
-            layer_aux, x = [], functions.embed(params["embed_head"], rows)
-            for index, (kind, layer) in enumerate(zip(kinds, params["layers"])):
+
+@dataclass(frozen=True)
+class _Reference:
+    """A model on one device; `order` names the kind of each layer."""
+
+    functions: StageFunctions
+    order: tuple[str, ...]
+    slices: int
+
+    def step(self, params: Tree, batch: Tree, variables: Tree) -> StepOutput:
+        """Compute a step: one sequence after the other."""
+        microbatches = [
+            jax.tree.map(lambda a, m=m: a[m], batch)
+            for m in range(jax.tree.leaves(batch)[0].shape[0])
+        ]
+        counts = [jnp.asarray(self.functions.count(rows)) for rows in microbatches]
+        firsts = range(0, len(microbatches), self.slices)
+        sequences = [microbatches[first : first + self.slices] for first in firsts]
+        # Every layer and slice gets its own copy of the statistics variables: gradients at one
+        # shared copy would be summed, not maximised.
+        observed = [{name: variables[name] for name in kind.statistics} for kind in self.kinds]
+        loss_counts = self._total_loss_counts(params, observed, sequences, variables)
+        of_step = sum(counts), loss_counts, variables
+        differentiated = jax.value_and_grad(self._losses, argnums=(0, 1), has_aux=True)
+        losses_and_gradients = jax.jit(differentiated)
+        trained = is_trained(self._param_specs(params))
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), params)
+        total, results = select(trained, zeros), _Results([], [], [], [])
+        for sequence in sequences:
+            copies = [observed] * len(sequence)
+            made = losses_and_gradients(params, copies, sequence, of_step)
+            (_, more), (gradients, statistics) = made
+            maxima = [Aux(maxima=of_layer) for of_slice in statistics for of_layer in of_slice]
+            more.aux[0] = reduce(_joined, maxima, more.aux[0])
+            total = jax.tree.map(jnp.add, total, select(trained, gradients))
+            results = _Results(*(old + new for old, new in zip(results, more)))
+        return results.output(total, counts)
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """The kind of each layer."""
+        return [self.functions.kinds_by_name[name] for name in self.order]
+
+    def _param_specs(self, params: Tree) -> Tree:
+        return {
+            "embed_head": param_specs_of(
+                self.functions.embed_head_specs, params["embed_head"], of_layer=False
+            ),
+            "layers": [
+                param_specs_of(kind.param_specs, layer, of_layer=True)
+                for kind, layer in zip(self.kinds, params["layers"])
+            ],
+        }
+
+    def _through_layers(
+        self, params: Tree, observed: list[list[Tree]], sequence: list[Tree], variables: Tree
+    ) -> Iterator[tuple[jax.Array, list[Aux]]]:
+        """Yield the last layer's y of every slice, and the auxiliary outputs of its layers.
+
+        `observed` are the statistics variables by slice and layer.
+        """
+        states: list[Tree] = [None] * len(self.order)
+        for rows, of_layers in zip(sequence, observed):
+            layer_aux, x = [], self.functions.embed(params["embed_head"], rows)
+            for index, (kind, layer) in enumerate(zip(self.kinds, params["layers"])):
                 if kind.state is not None and states[index] is None:
                     states[index] = kind.state(x, rows)
                 read = params["embed_head"] if kind.reads else None
                 context = Context(rows, jnp.int32(index), states[index], variables, read)
                 context = with_statistics(context, of_layers[index])
-                x, states[index], side = kind.layer(layer, x, context)
-                layer_aux.append(side)
+                x, states[index], aux = kind.layer(layer, x, context)
+                layer_aux.append(aux)
             yield x, layer_aux
 
-    def numbers(params: Tree, seen: list[list[Tree]], sequence: list[Tree], variables: Tree):
+    def _loss_counts(
+        self, params: Tree, observed: list[list[Tree]], sequence: list[Tree], variables: Tree
+    ) -> list[dict[str, jax.Array]]:
         """Return the number of terms of every layer's losses in a sequence, by layer and name."""
-        slices = [aux for _, aux in through_layers(params, seen, sequence, variables)]
+        slices = [aux for _, aux in self._through_layers(params, observed, sequence, variables)]
         return [
             {name: sum(of.loss_counts[name] for of in slices) for name in slices[0].losses}
             for slices in zip(*slices)
         ]
 
-    def shares(
-        params: Tree, seen: list[list[Tree]], sequence: list[Tree], of_step: tuple[Any, ...]
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
-        terms, of_layers, variables = of_step  # arguments: as constants they would be compiled in
-        losses, aux, sides, outputs = [], [], [], []
-        through = through_layers(params, seen, sequence, variables)
-        for rows, (x, layer_aux) in zip(sequence, through):
-            sides.append(reduce(_joined, layer_aux, Aux()))
-            if functions.outputs is not None:
-                outputs.append(functions.outputs(params["embed_head"], x, rows))
-            loss = functions.head(params["embed_head"], x, rows)
-            losses.append(jnp.where(terms > 0, loss / divisor(terms), 0))
+    def _total_loss_counts(
+        self, params: Tree, observed: list[Tree], sequences: list[list[Tree]], variables: Tree
+    ) -> list[dict[str, jax.Array]]:
+        """Return `_loss_counts` of all sequences."""
+        copies = [observed] * self.slices
+        if not any(jax.eval_shape(self._loss_counts, params, copies, sequences[0], variables)):
+            return [{} for _ in self.order]
+        count = jax.jit(self._loss_counts)
+        counted = [count(params, copies, sequence, variables) for sequence in sequences]
+        return jax.tree.map(lambda *of_sequences: sum(of_sequences), *counted)
+
+    def _losses(
+        self, params: Tree, observed: list[list[Tree]], sequence: list[Tree],
+        of_step: tuple[Any, ...],
+    ) -> tuple[jax.Array, "_Results"]:  # fmt: skip
+        """Return the sum of all shares of a sequence in the step's losses, and its results.
+
+        `of_step` are the terms of the head's losses and of each layer's, and the variables. They
+        are arguments, because constants would be compiled in.
+        """
+        terms, loss_counts, variables = of_step
+        results = _Results([], [], [], [])
+        through_layers = self._through_layers(params, observed, sequence, variables)
+        for rows, (x, layer_aux) in zip(sequence, through_layers):
+            results.aux.append(reduce(_joined, layer_aux, Aux()))
+            if self.functions.outputs is not None:
+                results.outputs.append(self.functions.outputs(params["embed_head"], x, rows))
+            loss = self.functions.head(params["embed_head"], x, rows)
+            results.losses.append(jnp.where(terms > 0, loss / divisor(terms), 0))
             means = [
                 jnp.where(of[name] > 0, total / divisor(of[name]), 0)
-                for of, side in zip(of_layers, layer_aux)
-                for name, total in side.loss_sums.items()
+                for of, aux in zip(loss_counts, layer_aux)
+                for name, total in aux.loss_sums.items()
             ]
             if means:
-                aux.append(sum(means))
-        return sum(losses).sum() + sum(aux), (losses, aux, outputs, sides)
+                results.aux_losses.append(sum(means))
+        return sum(results.losses).sum() + sum(results.aux_losses), results
 
-    # Every layer and slice gets its own copy of the statistics variables: gradients at one shared
-    # copy would be summed, not maximised.
-    seen = [{name: variables[name] for name in kind.statistics} for kind in kinds]
-    shares_and_gradients = jax.jit(jax.value_and_grad(shares, argnums=(0, 1), has_aux=True))
-    params = {"embed_head": shared, "layers": layers}
-    specs = {
-        "embed_head": param_specs_of(functions.embed_head_specs, shared, of_layer=False),
-        "layers": [
-            param_specs_of(kind.param_specs, layer, of_layer=True)
-            for kind, layer in zip(kinds, layers)
-        ],
-    }
-    trained = is_trained(specs)
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), params)
-    total, sides = select(trained, zeros), []
-    all_losses, all_aux, all_outputs = [], [], []
-    sequences = [microbatches[i : i + slices] for i in range(0, len(microbatches), slices)]
-    of_layers = [{} for _ in kinds]
-    if any(jax.eval_shape(numbers, params, [seen] * slices, sequences[0], variables)):
-        count = jax.jit(numbers)
-        counted = [count(params, [seen] * slices, sequence, variables) for sequence in sequences]
-        of_layers = jax.tree.map(lambda *of_sequences: sum(of_sequences), *counted)
-    for sequence in sequences:
-        of_step = terms, of_layers, variables
-        made = shares_and_gradients(params, [seen] * len(sequence), sequence, of_step)
-        (_, (losses, aux, outputs, more)), (gradients, statistics) = made
-        observed = [Aux(maxima=maxima) for of_slice in statistics for maxima in of_slice]
-        more[0] = reduce(_joined, observed, more[0])
-        all_losses, all_aux = all_losses + losses, all_aux + aux
-        all_outputs = all_outputs + outputs
-        total = jax.tree.map(jnp.add, total, select(trained, gradients))
-        sides += more
-    stacked = lambda *of_each: jnp.stack(of_each)  # noqa: E731
-    outputs = jax.tree.map(stacked, *all_outputs or (None,))
-    rows = jax.tree.map(stacked, *(side.per_example for side in sides))
-    side = reduce(_joined, sides, Aux())._replace(per_example=rows)
-    aux_losses = jnp.stack(all_aux) if all_aux else None
-    return StepOutput(jnp.stack(all_losses), total, side, outputs, jnp.stack(counts), aux_losses)
+
+class _Results(NamedTuple):
+    """What the microbatches of some sequences make, in order; as in `StepOutput`."""
+
+    losses: list[jax.Array]
+    aux_losses: list[jax.Array]
+    outputs: list[Tree]
+    aux: list[Aux]
+
+    def output(self, gradients: Tree, counts: list[jax.Array]) -> StepOutput:
+        """Return the output of the step."""
+        outputs = _stack(self.outputs) if self.outputs else None
+        aux = reduce(_joined, self.aux, Aux())
+        aux = aux._replace(per_example=_stack([of.per_example for of in self.aux]))
+        aux_losses = jnp.stack(self.aux_losses) if self.aux_losses else None
+        losses = jnp.stack(self.losses)
+        return StepOutput(losses, gradients, aux, outputs, jnp.stack(counts), aux_losses)
+
+
+def _stack(trees: list[Tree]) -> Tree:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def losses_and_gradients_ref(*args: Any, **kwargs: Any) -> tuple[jax.Array, Tree]:

@@ -53,10 +53,7 @@ def assign_layers(
     elif policy == "even":
         counts = _split_evenly(layers, stages)
     elif policy == "weighted":
-        total = list(_split_evenly(layers + sum(weights), stages))
-        total[0] -= weights[0]
-        total[-1] -= weights[1]
-        counts = tuple(total)
+        counts = _split_with_weights(layers, stages, weights)
     else:
         raise ScheduleError(
             f"unknown layer split {policy!r}: use 'even', 'weighted' or a list of {stages} counts."
@@ -85,6 +82,14 @@ def compute_layer_assignment(
 def _split_evenly(items: int, stages: int) -> tuple[int, ...]:
     base, extra = divmod(items, stages)
     return tuple(base + (s < extra) for s in range(stages))
+
+
+def _split_with_weights(layers: int, stages: int, weights: tuple[int, int]) -> tuple[int, ...]:
+    """Split evenly, with embedding and head as `weights` further layers of their stages."""
+    counts = list(_split_evenly(layers + sum(weights), stages))
+    counts[0] -= weights[0]
+    counts[-1] -= weights[1]
+    return tuple(counts)
 
 
 def _split_with_pins(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:

@@ -237,9 +237,8 @@ def split_layer(
         trained = jax.tree.map(lambda _: True, Weights(params, context.embed_head))
     dy = Cotangent(output.y, inexact(output.state), output.aux.loss_sums)
     data, state = context._replace(state=None), context.state
-    forward_and_backward = partial(_forward_and_backward, layer, trained, statistics)
-    traced = trace_labelled(forward_and_backward, params, data, x, state, dy)
-    closed, ports = _complete(traced)
+    both = partial(_forward_and_backward, layer, trained, statistics)
+    closed, ports = _complete(trace_labelled(both, params, data, x, state, dy))
     crossing = find_crossing(closed.jaxpr, ports, policy, keep)
     return LayerSplit(
         residuals=Residuals(*map(_shapes, crossing.residuals)),

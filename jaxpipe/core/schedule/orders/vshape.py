@@ -156,9 +156,9 @@ class _RankTimeline:
         """
         ticks = _TICKS[op]
         self.busy[tick : tick + ticks] = False
-        fits = lambda t: op is Op.BW or self.live[t:tick].max() < most  # noqa: E731
         idle = (t for t in range(ready, tick) if not self.busy[t : t + ticks].any())
-        begin = next(filter(fits, idle), tick)
+        fitting = (t for t in idle if op is Op.BW or self.live[t:tick].max() < most)
+        begin = next(fitting, tick)
         self.busy[begin : begin + ticks] = True
         if op is Op.F:
             self.live[begin:tick] += 1
