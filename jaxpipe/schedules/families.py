@@ -131,7 +131,7 @@ class ScheduleFamily:
     name: str
     builder: Callable[..., Schedule]
     summary: str
-    options: Mapping[str, Any] = _NO_OPTIONS
+    options: Mapping[str, Any] = field(default_factory=lambda: _NO_OPTIONS)  # not hashable in 3.11
     placement: str = "loop"
     needs_equal_rounds: bool = False
     is_searched: bool = False
