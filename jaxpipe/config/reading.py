@@ -19,6 +19,7 @@ from jaxpipe.config.errors import ConfigError
 from jaxpipe.config.foreign import PAGE, SECTIONS, meaning
 from jaxpipe.config.path_types import AnyPath, LocalPath, StatePath
 from jaxpipe.config.paths import CHECKPOINT_STORES, check_local, check_path
+from jaxpipe.config.rules import without_rules
 from jaxpipe.config.secrets import mask_secrets
 from jaxpipe.config.sections import Config
 from jaxpipe.config.values import check_value, nearest
@@ -284,7 +285,7 @@ def _values(record: msgspec.Struct, of: Any = None, prefix: str = "") -> Iterato
         tables = {f"{name}[{i}].": v for i, v in several if isinstance(v, msgspec.Struct)}
         if isinstance(value, msgspec.Struct):
             tables[f"{name}."] = value
-        elif of is None or hints[field] == of:
+        elif of is None or without_rules(hints[field]) == of:
             yield name, value
         for within, table in tables.items():
             yield from _values(table, of, within)
@@ -297,7 +298,7 @@ def _check_values(tree: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
         for field in msgspec.structs.fields(section):
             key = f"{name}.{field.name}"
             if field.name in given:
-                check_value(key, given[field.name], hints[field.name])
+                check_value(key, given[field.name], without_rules(hints[field.name]))
             elif field.required and (name in tree or _is_required(name)):
                 preset = ", or [model] a preset" * (name == "model")
                 raise ConfigError(f"{key} is missing: give it a value{preset}.")

@@ -13,6 +13,7 @@ from jaxpipe.config.files import (
 )
 from jaxpipe.config.parallel import ParallelConfig
 from jaxpipe.config.path_types import LocalPath
+from jaxpipe.config.rules import read_with
 from jaxpipe.config.watching import DebugConfig, LogConfig, RuntimeConfig, Section
 from jaxpipe.core.contract.sequence import padded_length
 from jaxpipe.model import ModelConfig
@@ -66,18 +67,21 @@ class TrainConfig(Section, kw_only=True):
     spike_sigma: Annotated[float, Meta(ge=0)] = 0.0
     # number of newest accepted steps that give mean and standard deviation; no step is a spike
     # before half as many have been accepted
-    spike_window: Annotated[int, Meta(ge=2, le=2**16)] = 128
+    spike_window: Annotated[int, Meta(ge=2, le=2**16), read_with("train.spike_sigma")] = 128
     # most consecutive steps to skip, counted from a spike on; at one more the run rolls back or
     # stops
-    spike_limit: Count = 8
+    spike_limit: Annotated[Count, read_with("train.spike_sigma")] = 8
     # most rollbacks of a run to the checkpoint before a series of spikes; each continues with the
     # data after the series; 0: the run stops instead. Needs checkpoint.every
-    spike_rollbacks: Count = 0
+    spike_rollbacks: Annotated[Count, read_with("train.spike_sigma")] = 0
     # steps between checks for devices that compute wrong numbers: forward and backward run twice
     # more, once with the devices in another order, and all bits are compared; 0: never. Needs
     # deterministic, three devices, and memory for another copy of parameters and gradients
     corruption_check_every: Count = 0
-    on_corruption: Literal["stop", "warn"] = "stop"  # what a run does when a check fails
+    # what a run does when a check fails
+    on_corruption: Annotated[Literal["stop", "warn"], read_with("train.corruption_check_every")] = (
+        "stop"
+    )
     # chunks of the sequence whose logits and loss are computed one after the other; 1: all at once.
     # Only one chunk's logits are live, but the head's gradient gets a separate float32 sum
     # [d_model, vocab_size]: saves memory if a microbatch has more tokens than d_model
@@ -98,17 +102,21 @@ class TrainConfig(Section, kw_only=True):
     # every choice of every example, while training waits
     evaluate_every: Count = 0
     evaluate_tasks: tuple[str, ...] = ()  # names of lm-eval's tasks
-    evaluate_limit: Count = 0  # examples per task; 0: all
-    evaluate_include_path: LocalPath = ""  # folder of tasks of your own
-    evaluate_tokenizer: str = ""  # a tokenizer.json, or bytes; empty: that of the data
+    # examples per task; 0: all
+    evaluate_limit: Annotated[Count, read_with("train.evaluate_every")] = 0
+    # folder of tasks of your own
+    evaluate_include_path: Annotated[LocalPath, read_with("train.evaluate_every")] = ""
+    # a tokenizer.json, or bytes; empty: that of the data
+    evaluate_tokenizer: Annotated[str, read_with("train.evaluate_every")] = ""
 
 
 class PreferenceConfig(Section, kw_only=True):
     """`[preference]`: the loss of pairs of answers, `train.loss = "dpo"`."""
 
-    beta: PositiveFloat = 0.1  # how strongly the model is held to the reference
+    # how strongly the model is held to the reference
+    beta: Annotated[PositiveFloat, read_with("train.loss", "dpo")] = 0.1
     # share of pairs assumed to be labelled the wrong way round; 0: none
-    label_smoothing: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Annotated[float, Meta(ge=0, lt=0.5), read_with("train.loss", "dpo")] = 0.0
 
 
 class LoraConfig(Section, kw_only=True):
@@ -117,9 +125,11 @@ class LoraConfig(Section, kw_only=True):
     rank: Count = 0  # inner width of an adapter; 0: no adapters, all parameters are trained
     alpha: PositiveFloat = 16.0  # the product of an adapter is scaled by alpha / rank
     # names of the layer weights that get an adapter, as "wq", "w_up", "expert_down"; empty: all
-    targets: tuple[str, ...] = ()
-    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # dropout rate on an adapter's inputs
-    adapter: AnyPath = ""  # folder of adapters in PEFT's format to start from; empty: new adapters
+    targets: Annotated[tuple[str, ...], read_with("lora.rank")] = ()
+    # dropout rate on an adapter's inputs
+    dropout: Annotated[float, Meta(ge=0, lt=1), read_with("lora.rank")] = 0.0
+    # folder of adapters in PEFT's format to start from; empty: new adapters
+    adapter: Annotated[AnyPath, read_with("lora.rank")] = ""
 
 
 class OptimizerConfig(Section, kw_only=True):
@@ -134,7 +144,8 @@ class OptimizerConfig(Section, kw_only=True):
     beta2: DecayRate = 0.95  # decay rate of the second moment
     eps: PositiveFloat = 1e-8  # added to the root of the second moment
     muon_momentum: DecayRate = 0.95  # decay rate of Muon's momentum
-    muon_lr: Annotated[float, Meta(ge=0)] = 0.0  # peak learning rate of Muon's matrices; 0: lr
+    # peak learning rate of Muon's matrices; 0: lr
+    muon_lr: Annotated[float, Meta(ge=0), read_with("optimizer.name", "muon")] = 0.0
     weight_decay: Annotated[float, Meta(ge=0)] = 0.1  # weight decay of the layers' matrices
     decay_of_embed_head: Annotated[float, Meta(ge=0)] = 1.0  # factor of weight_decay
     decay_of_vectors: Annotated[float, Meta(ge=0)] = 0.0  # norm gains: factor of weight_decay

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxpipe.config.path_types import StatePath
+from jaxpipe.config.rules import read_with, unread_with
 from jaxpipe.model.family import INT32_MAX, Count, Positive
 
 
@@ -25,7 +26,8 @@ class LogConfig(Section, kw_only=True):
     prometheus_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     progress: bool = True  # show a progress line on terminals
     profile_start: Count = 0  # first step that jax's profiler records; 0: none
-    profile_steps: Positive = 3  # number of steps that jax's profiler records
+    # number of steps that jax's profiler records
+    profile_steps: Annotated[Positive, read_with("log.profile_start")] = 3
     bubble_every: Count = 0  # steps between measurements of the bubble; 0: never
     # with several processes, name the one that slows the others by its data loader or host, and in
     # the steps of bubble_every the slow op or link; costs a message per process every 10 steps
@@ -53,7 +55,7 @@ class RuntimeConfig(Section, kw_only=True):
     # directory of training steps compiled ahead (`plan --check-gpu --save`), one of which the run
     # loads if it is of the same program, devices and versions; all processes load it or none does;
     # "": none
-    programs: str = ""
+    programs: Annotated[str, unread_with("train.variable_length")] = ""
 
 
 class DebugConfig(Section, kw_only=True):
@@ -62,7 +64,9 @@ class DebugConfig(Section, kw_only=True):
     skip_update: bool = False  # run steps without changing parameters, moments and variables
     # print every message between pipeline ranks with its norm, in every step; slow
     print_messages: bool = False
-    ticks: tuple[int, ...] = ()  # first and last tick printed; empty: all
-    pp_ranks: tuple[int, ...] = ()  # pipeline ranks printed; empty: all
+    # first and last tick printed; empty: all
+    ticks: Annotated[tuple[int, ...], read_with("debug.print_messages")] = ()
+    # pipeline ranks printed; empty: all
+    pp_ranks: Annotated[tuple[int, ...], read_with("debug.print_messages")] = ()
     # fill idle messages and free buffer slots with NaN, so that any result that reads one is NaN
     poison_messages: bool = False

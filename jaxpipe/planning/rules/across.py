@@ -1,12 +1,7 @@
 """The static rules across settings, which need the configuration alone."""
 
-from functools import cache
-from typing import Any
-
-from msgspec import Struct
-from msgspec.structs import fields
-
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.config.rules import check_rules
 from jaxpipe.planning.rules.data import DATA_CHECKS
 from jaxpipe.planning.rules.debug import check_debug
 from jaxpipe.planning.rules.devices import check_packing
@@ -51,68 +46,6 @@ def _check_batch(config: Config) -> None:
             f"train.grad_accum_steps={train.grad_accum_steps} with train.batch_tokens="
             f"{train.batch_tokens}: give one of them, and leave the other out or 0."
         )
-
-
-_READ_WITH = {  # settings that nothing reads unless another one is set, or has a value
-    "lora.rank": ("lora.targets", "lora.dropout", "lora.adapter"),
-    "train.loss='dpo'": ("preference.beta", "preference.label_smoothing"),
-    "optimizer.name='muon'": ("optimizer.muon_lr",),
-    "train.spike_sigma": ("train.spike_window", "train.spike_limit", "train.spike_rollbacks"),
-    "train.corruption_check_every": ("train.on_corruption",),
-    "train.evaluate_every": (
-        "train.evaluate_limit", "train.evaluate_include_path", "train.evaluate_tokenizer",
-    ),
-    "train.variable_length=False": ("runtime.programs",),
-    "log.profile_start": ("log.profile_steps",),
-    "debug.print_messages": ("debug.ticks", "debug.pp_ranks"),
-}  # fmt: skip
-
-
-def _check_unread(config: Config) -> None:
-    """Raise `ConfigError` if a setting was changed from its default that nothing reads.
-
-    `lora.targets`, `lora.dropout` and `lora.adapter` need `lora.rank`.
-
-    `preference.beta` and `preference.label_smoothing` need `train.loss='dpo'`.
-
-    `optimizer.muon_lr` needs `optimizer.name='muon'`.
-
-    `train.spike_window`, `train.spike_limit` and `train.spike_rollbacks` need `train.spike_sigma`.
-
-    `train.on_corruption` needs `train.corruption_check_every`.
-
-    `train.evaluate_limit`, `train.evaluate_include_path` and `train.evaluate_tokenizer` need
-    `train.evaluate_every`.
-
-    `runtime.programs` needs `train.variable_length=False`.
-
-    `log.profile_steps` needs `log.profile_start`.
-
-    `debug.ticks` and `debug.pp_ranks` need `debug.print_messages`.
-    """
-    for condition, names in _READ_WITH.items():
-        needed, _, value = condition.partition("=")
-        now, _ = _value_and_default(config, needed)
-        if (repr(now) == value) if value else now:
-            continue
-        for name in names:
-            given, default = _value_and_default(config, name)
-            if given != default:
-                raise ConfigError(
-                    f"{name}={given!r} is read only with {condition}, but {needed} is {now!r}: set "
-                    f"that, or leave {name} out."
-                )
-
-
-def _value_and_default(config: Config, name: str) -> tuple[Any, Any]:
-    section, _, key = name.partition(".")
-    record = getattr(config, section)
-    return getattr(record, key), _defaults(type(record))[key]
-
-
-@cache  # msgspec evaluates all annotations of the class
-def _defaults(section: type[Struct]) -> dict[str, Any]:
-    return {field.name: field.default for field in fields(section)}
 
 
 def _check_model(config: Config) -> None:
@@ -164,7 +97,7 @@ def _check_use(config: Config) -> None:
 CHECKS = (
     check_packing,
     _check_batch,
-    _check_unread,
+    check_rules,
     *SEQUENCE_CHECKS,
     check_experts,
     _check_model,

@@ -1,9 +1,13 @@
-"""The rules across settings in words, collected from the docstrings of the checks."""
+"""The rules across settings in words: those declared in `jaxpipe.config`, and those in code."""
 
 import inspect
 import re
 from collections.abc import Callable
+from itertools import chain
+from typing import get_type_hints
 
+from jaxpipe.config import Config
+from jaxpipe.config.rules import declared_rules
 from jaxpipe.model.decoder_config import DecoderConfig, unmet_by_kernel, unmet_by_packed_kernel
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
@@ -48,14 +52,18 @@ RULES: tuple[Callable[..., object], ...] = (
 def rules() -> list[tuple[str, str]]:
     """Return the section and sentence of every rule, grouped by section.
 
-    A rule is a paragraph of a check's docstring that begins with a setting, which gives the
-    section.
+    A rule in code is a paragraph of its check's docstring that begins with a setting, which gives
+    the section.
     """
-    by_section: dict[str, list[str]] = {}
+    by_section = {
+        section: list(chain.from_iterable(declared_rules(section, record).values()))
+        for section, record in get_type_hints(Config).items()
+        if section != "model"  # its rules are those of families
+    } | {"model": []}
     for check in RULES:
         for paragraph in (inspect.getdoc(check) or "").split("\n\n"):
             if setting := re.match(r"`(\w+)\.", paragraph):
-                by_section.setdefault(setting[1], []).append(" ".join(paragraph.split()))
+                by_section[setting[1]].append(" ".join(paragraph.split()))
     return [(section, rule) for section, of_it in by_section.items() for rule in of_it]
 
 

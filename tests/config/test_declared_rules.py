@@ -1,0 +1,189 @@
+"""Rules declared beside their settings: every one is refused, and the error names both settings."""
+
+import re
+from pathlib import Path
+from typing import Annotated, get_type_hints
+
+import msgspec
+import pytest
+
+from jaxpipe.config import Config, ConfigError, load
+from jaxpipe.config.rules import (
+    CUSTOM,
+    at_most,
+    check_rules,
+    declared_rules,
+    divides,
+    excludes,
+    multiple_of,
+    needs,
+    read_with,
+    unread_with,
+    without_unread,
+)
+
+BASE = Path(__file__).parents[1] / "data" / "base.toml"
+
+# Overrides of a small run, the first of which is of the guarded setting, and the other setting.
+BROKEN = (
+    "train.spike_window=64 -> train.spike_sigma",
+    "train.spike_limit=4 -> train.spike_sigma",
+    "train.spike_rollbacks=1 -> train.spike_sigma",
+    "train.on_corruption=warn -> train.corruption_check_every",
+    "train.evaluate_limit=5 -> train.evaluate_every",
+    "train.evaluate_include_path=tasks -> train.evaluate_every",
+    "train.evaluate_tokenizer=bytes -> train.evaluate_every",
+    "preference.beta=0.2 -> train.loss",
+    "preference.label_smoothing=0.1 -> train.loss",
+    "lora.targets=['wq'] -> lora.rank",
+    "lora.dropout=0.1 -> lora.rank",
+    "lora.adapter=folder -> lora.rank",
+    "optimizer.muon_lr=0.1 -> optimizer.name",
+    "log.profile_steps=5 -> log.profile_start",
+    "runtime.programs=folder train.variable_length=true -> train.variable_length",
+    "debug.ticks=[0,3] -> debug.print_messages",
+    "debug.pp_ranks=[0] -> debug.print_messages",
+)
+
+
+def parsed(case):
+    """Return the overrides of a case, its guarded setting and the other setting."""
+    overrides, _, other = case.partition(" -> ")
+    return overrides.split(), overrides.partition("=")[0], other
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_every_declared_rule_is_refused(case):
+    overrides, setting, other = parsed(case)
+    with pytest.raises(ConfigError) as caught:
+        check_rules(load(BASE, overrides))
+    assert str(caught.value).startswith(f"{setting}=")
+    assert other in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_declared_rule_is_without_a_case():
+    declared = {
+        (f"{section}.{key}", name)
+        for section, record in get_type_hints(Config).items()
+        if section != "model"
+        for key, sentences in declared_rules(section, record).items()
+        for sentence in sentences
+        for name in re.findall(r"`(\w+\.\w+)[`=]", sentence)[1:]
+    }
+    assert declared == {parsed(case)[1:] for case in BROKEN}
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """A section with a rule of every form."""
+
+    kind: str = "plain"
+    turbo: Annotated[bool, needs("engine.kind", "v8", "v12")] = False
+    boost: Annotated[float, read_with("engine.turbo")] = 1.0
+    fuel: Annotated[str, excludes("engine.kind", "electric", when="diesel", why="it has none")] = ""
+    choke: Annotated[int, unread_with("engine.fuel", "petrol")] = 0
+    tune: Annotated[str, needs("engine.kind", CUSTOM)] = ""
+    gears: Annotated[int, needs("engine.valves", above=1)] = 0
+    valves: Annotated[int, multiple_of("engine.cylinders", "engine.banks")] = 0
+    cylinders: int = 1
+    banks: Annotated[int, divides("engine.cylinders")] = 1
+    idle: Annotated[int, at_most("engine.cylinders", why="one at a time")] = 0
+
+
+class Car(msgspec.Struct, frozen=True):
+    """A configuration of one section."""
+
+    engine: Engine = Engine()
+
+
+def refusal(**fields):
+    """Return the error of a configuration; "" if it keeps all rules."""
+    try:
+        check_rules(Car(Engine(**fields)))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"turbo": True},
+            "engine.turbo=true needs engine.kind='v8' or engine.kind='v12', but engine.kind is "
+            "'plain': set engine.kind='v8', or leave engine.turbo out.",
+        ),
+        (
+            {"boost": 2.0},
+            "engine.boost=2.0 is read only with engine.turbo, but engine.turbo is false: set "
+            "engine.turbo, or leave engine.boost out.",
+        ),
+        (
+            {"fuel": "diesel", "kind": "electric"},
+            "engine.fuel='diesel' excludes engine.kind='electric': it has none; leave engine.fuel "
+            "out, or change engine.kind.",
+        ),
+        (
+            {"choke": 1, "fuel": "petrol"},
+            "engine.choke=1 is not read with engine.fuel='petrol': leave engine.choke out, or "
+            "change engine.fuel.",
+        ),
+        (
+            {"gears": 5},
+            "engine.gears=5 needs engine.valves above 1, but engine.valves is 0: raise "
+            "engine.valves, or leave engine.gears out.",
+        ),
+        (
+            {"valves": 6, "cylinders": 4, "banks": 2},
+            "engine.valves=6 must be a multiple of engine.cylinders=4 x engine.banks=2: change one "
+            "of them.",
+        ),
+        (
+            {"cylinders": 3, "banks": 2},
+            "engine.banks=2 must divide engine.cylinders=3: change one of them.",
+        ),
+        (
+            {"idle": 2},
+            "engine.idle=2 must be at most engine.cylinders=1: one at a time; change one of them.",
+        ),
+    ],
+    ids=lambda case: next(iter(case)) if isinstance(case, dict) else "",
+)
+def test_the_sentence_of_every_form(fields, sentence):
+    assert refusal(**fields) == sentence
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"turbo": True, "boost": 2.0, "kind": "v12"},
+        {"fuel": "diesel"},
+        {"fuel": "petrol", "kind": "electric"},  # the rule is of diesel
+        {"tune": "fast", "kind": "my:engine"},
+        {"valves": 16, "gears": 5, "cylinders": 4, "banks": 2},
+        {"cylinders": -1, "banks": 2, "idle": 3},  # their number is not known yet
+        {"cylinders": 0, "idle": 3},  # 0 is no bound
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_what_keeps_all_rules(fields):
+    assert refusal(**fields) == ""
+
+
+def test_settings_that_nothing_reads_get_their_defaults():
+    unread = Car(Engine(fuel="petrol", choke=3, boost=2.0, banks=2, cylinders=2))
+    assert without_unread(unread) == Car(Engine(fuel="petrol", banks=2, cylinders=2))
+
+
+def test_rules_are_listed_in_words():
+    listed = declared_rules("engine", Engine)
+    (rule,) = listed["turbo"]
+    assert rule == "`engine.turbo` needs `engine.kind='v8'` or `engine.kind='v12'`."
+    assert listed["fuel"] == [
+        "`engine.fuel='diesel'` excludes `engine.kind='electric'`: it has none."
+    ]
+    assert listed["gears"] == ["`engine.gears` needs `engine.valves` above 1."]
+    assert listed["valves"] == [
+        "`engine.valves` must be a multiple of `engine.cylinders` x `engine.banks`."
+    ]
