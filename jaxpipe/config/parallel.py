@@ -6,9 +6,20 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from jaxpipe.config.path_types import LocalPath
+from jaxpipe.config.rules import divides, excludes, multiple_of, needs, read_with, unread_with
 from jaxpipe.config.watching import Section
 from jaxpipe.core.contract.sequence import Method
 from jaxpipe.model.family import INT32_MAX, Count, Positive
+
+_Weight = Annotated[
+    Count,
+    read_with("parallel.layer_split", "weighted"),
+    unread_with("parallel.first_stage_layers"),
+    unread_with("parallel.last_stage_layers"),
+]
+_Pinned = Annotated[
+    Count, excludes("parallel.layer_split", "balanced", why="that chooses the layers of all stages")
+]
 
 
 class ParallelConfig(Section, kw_only=True):
@@ -16,28 +27,60 @@ class ParallelConfig(Section, kw_only=True):
 
     pp: Positive = 1  # pipeline ranks
     # data-parallel replicas; -1: as many as the devices allow
-    dp: Annotated[int, Meta(ge=-1, le=INT32_MAX)] = 1
+    dp: Annotated[
+        int,
+        Meta(ge=-1, le=INT32_MAX),
+        multiple_of("parallel.dp_replicate", "parallel.cp", why="cp replicas share a sequence"),
+        multiple_of("parallel.dp_replicate", "parallel.ep", why="ep replicas share the experts"),
+    ] = 1
     # groups of replicas that hold all shards each; ZeRO shards within a group (HSDP); 1: plain ZeRO
-    dp_replicate: Positive = 1
+    dp_replicate: Annotated[
+        Positive,
+        needs("parallel.zero_stage", above=0, why="groups differ only where replicas hold shards"),
+    ] = 1
     cp: Positive = 1  # replicas that share every sequence (context parallelism; a factor of dp)
     # how attention reaches other sequence shards. gather: all-gather keys and values; ring: pass
     # them around the devices; ulysses: exchange tokens for heads by all-to-all
     cp_method: Method = "gather"
     # neighbouring devices that exchange heads within one ring position; 1: plain ring attention,
     # cp: the same as ulysses
-    cp_heads: Positive = 1
-    ep: Positive = 1  # replicas that share the experts of every layer (a factor of dp)
+    cp_heads: Annotated[
+        Positive,
+        read_with("parallel.cp_method", "ring"),
+        divides("parallel.cp", why="that many replicas are one ring position"),
+    ] = 1
+    # replicas that share the experts of every layer (a factor of dp)
+    ep: Annotated[
+        Positive,
+        needs("model.n_experts"),
+        divides("model.n_experts", why="replicas have equal parts of the experts"),
+    ] = 1
     # capacity of the expert all-to-all buffer, as a multiple of the mean load; 0: worst case,
     # nothing overflows
-    ep_buffer_factor: Annotated[float, Meta(ge=0)] = 0.0
+    ep_buffer_factor: Annotated[
+        float,
+        Meta(ge=0),
+        read_with("parallel.ep", above=1),
+        excludes("model.capacity_factor", why="the slots of a capacity are the buffers"),
+    ] = 0.0
     slices: Positive = 1  # sequence slices, which pass the pipeline one after the other
     tp: Positive = 1  # devices that share every layer (tensor parallelism)
     pipeline_first: bool = False  # order devices so that a replica's pipeline ranks are neighbours
     # shard the residual stream along the sequence over tp, between the layers' tp regions
-    sequence_parallel: bool = False
+    sequence_parallel: Annotated[
+        bool, needs("parallel.tp", above=1, why="it shards the sequence over tp")
+    ] = False
     # shard embedding and head over pipeline ranks; auto: on GPU, if the simulated scan is at most
     # 1 % longer
-    vocab_parallel_pp: bool | Literal["auto"] = "auto"
+    vocab_parallel_pp: Annotated[
+        bool | Literal["auto"],
+        needs("parallel.pp", above=1, when=True, why="it shards the vocabulary over pp"),
+        excludes(
+            "parallel.defer_embed_head",
+            when=True,
+            why="an embedding and head that all ranks share leave nothing to even out by waiting",
+        ),
+    ] = "auto"
     # what replicas shard. 0: nothing; 1: parameters and moments; 2: gradients too; 3: parameters
     # also within a step
     zero_stage: Literal[0, 1, 2, 3] = 1
@@ -46,7 +89,10 @@ class ParallelConfig(Section, kw_only=True):
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     # with zero_stage=3: all-gather a layer for every action instead of once a step; saves memory,
     # costs M times as many gathers; auto: if pp is 1
-    reshard_after_forward: bool | Literal["auto"] = "auto"
+    reshard_after_forward: Annotated[
+        bool | Literal["auto"],
+        needs("parallel.zero_stage", 3, when=True, why="below 3 parameters are full within a step"),
+    ] = "auto"
     schedule: str = "1f1b"  # pipeline schedule, one of jaxpipe.schedules.NAMES
     # schedule=custom: .csv or .json with the actions of each pipeline rank, in PyTorch's notation
     schedule_file: LocalPath = ""
@@ -58,7 +104,7 @@ class ParallelConfig(Section, kw_only=True):
     # limit on live activations per pipeline rank. "40GiB": bytes; "auto": the bytes that the device
     # has left; "1p", "2p": P or 2P microbatches on all stages of the rank; a number: microbatches
     # on one stage; empty: the default of the schedule
-    memory_limit: str | float = ""
+    memory_limit: str | Annotated[float, Meta(gt=0)] = ""
     # what a schedule search minimises. scan: time of the lockstep scan; the others are times of
     # ranks that run asynchronously. span: the longest time of a rank from its first start to its
     # last end; makespan: the time from the first start to the last end over all ranks
@@ -70,10 +116,10 @@ class ParallelConfig(Section, kw_only=True):
     # estimated time of every layer, embedding and head included, within memory_limit), or a list of
     # counts; balanced costs up to seconds at the start
     layer_split: Literal["even", "weighted", "balanced"] | tuple[int, ...] = "even"
-    input_weight: Count = 1  # cost of the embedding [layers], for layer_split=weighted
-    output_weight: Count = 1  # cost of the head [layers], for layer_split=weighted
-    first_stage_layers: Count = 0  # layers of the first stage; 0: by layer_split
-    last_stage_layers: Count = 0  # layers of the last stage; 0: by layer_split
+    input_weight: _Weight = 1  # cost of the embedding [layers]
+    output_weight: _Weight = 1  # cost of the head [layers]
+    first_stage_layers: _Pinned = 0  # layers of the first stage; 0: by layer_split
+    last_stage_layers: _Pinned = 0  # layers of the last stage; 0: by layer_split
     allow_underfilled: bool = False  # accept fewer microbatches than pipeline ranks
     # ticks of a transfer; 0: 1 on CPU; on GPU 2, or 1 with phased permutes if the scan is shorter
     transfer_ticks: Literal[0, 1, 2] = 0

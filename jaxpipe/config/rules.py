@@ -61,19 +61,22 @@ class _Relation:
         if not self.is_wanted:
             return (
                 f"{name}={_shown(value)} {self.verb} {self.other}={_shown(now)}: {why}"
-                f"leave {name} out, or change {self.other}."
+                f"{self._instead(name)}, or change {self.other}."
             )
         verb, wanted = "set" if self.above is None else "raise", self.other
         wanted += f"={_shown(self.values[0])}" if self.values else ""
         return (
             f"{name}={_shown(value)} {self.verb} {self._condition()}, but {self.other} is "
-            f"{_shown(now)}: {why}{verb} {wanted}, or leave {name} out."
+            f"{_shown(now)}: {why}{verb} {wanted}, or {self._instead(name)}."
         )
 
     def sentence(self, name: str) -> str:
         """The rule in Markdown."""
         guarded = name if self.when is _CHANGED else f"{name}={_shown(self.when)}"
         return f"`{guarded}` {self.verb} {self._condition('`')}{self.why and f': {self.why}'}."
+
+    def _instead(self, name: str) -> str:
+        return f"leave {name} out" if self.when is _CHANGED else f"change {name}"
 
     def _holds(self, value: Any) -> bool:
         if self.above is not None:
@@ -123,9 +126,9 @@ def needs(
     return _Relation("needs", True, other, values, above, when, why)
 
 
-def read_with(other: str, *values: Any, above: float | None = None) -> _Relation:
+def read_with(other: str, *values: Any, above: float | None = None, why: str = "") -> _Relation:
     """A setting is read only where `other` is on, has one of `values`, or is `above` a number."""
-    return _Relation("is read only with", True, other, values, above)
+    return _Relation("is read only with", True, other, values, above, why=why)
 
 
 def excludes(
@@ -135,9 +138,9 @@ def excludes(
     return _Relation("excludes", False, other, values, above, when, why)
 
 
-def unread_with(other: str, *values: Any) -> _Relation:
+def unread_with(other: str, *values: Any, why: str = "") -> _Relation:
     """A setting is not read where `other` is on, or has one of `values`."""
-    return _Relation("is not read with", False, other, values, None)
+    return _Relation("is not read with", False, other, values, None, why=why)
 
 
 def multiple_of(*others: str, why: str = "") -> _Bound:

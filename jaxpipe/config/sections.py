@@ -13,7 +13,15 @@ from jaxpipe.config.files import (
 )
 from jaxpipe.config.parallel import ParallelConfig
 from jaxpipe.config.path_types import LocalPath
-from jaxpipe.config.rules import read_with
+from jaxpipe.config.rules import (
+    CUSTOM,
+    at_most,
+    excludes,
+    multiple_of,
+    needs,
+    read_with,
+    unread_with,
+)
 from jaxpipe.config.watching import DebugConfig, LogConfig, RuntimeConfig, Section
 from jaxpipe.core.contract.sequence import padded_length
 from jaxpipe.model import ModelConfig
@@ -24,6 +32,8 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 DecayRate = Annotated[float, Meta(ge=0, lt=1)]
 Temperature = Annotated[float, Meta(ge=1e-6, le=1e6)]
+_OF_ROWS = "it is computed of the log-probabilities of whole rows, and of nothing else"
+_BETWEEN = "the state is there between two programs, of so many steps each"
 LossRow = Annotated[str, Meta(pattern=r"^[A-Za-z_]\w*(\[[1-9]\d{0,5}\])?$")]
 
 
@@ -36,24 +46,38 @@ class TrainConfig(Section, kw_only=True):
     steps: Positive  # updates in the whole run
     # steps in one program: a pipeline rank updates its stages and starts the next step while others
     # still drain
-    fused_steps: Positive = 1
+    fused_steps: Annotated[
+        Positive,
+        excludes("train.variable_length", why="steps of one program have rows of one length"),
+        excludes("train.offload_moments", why="ranks update in the midst of others' work"),
+        excludes("train.corruption_check_every", why="its check computes a single step again"),
+    ] = 1
     grad_accum_steps: Count = 0  # microbatches per step (M); 0: derived from batch_tokens
     batch_tokens: Count = 0  # tokens per step over all devices; 0: derived from grad_accum_steps
     microbatch_size: Positive  # sequences (with cp, sequence shards) per microbatch and replica
-    seq_len: Annotated[int, Meta(ge=2, le=INT32_MAX)]  # tokens in a sequence
+    seq_len: Annotated[  # tokens in a sequence
+        int,
+        Meta(ge=2, le=INT32_MAX),
+        at_most("model.max_seq_len", why="the longest sequence that the model is made for"),
+    ]
     # rows hold whole documents of up to seq_len tokens, and a step pads to its longest row
     variable_length: bool = False
     # variable lengths [tokens] are rounded up to a multiple; every new length compiles again; 0:
     # only pad_to_multiple_of
-    length_bucket: Count = 1024
-    pad_to_multiple_of: Positive = 128  # variable lengths: tokens per device are a multiple of it
+    length_bucket: Annotated[Count, read_with("train.variable_length")] = 1024
+    # variable lengths: tokens per device are a multiple of it
+    pad_to_multiple_of: Annotated[Positive, read_with("train.variable_length")] = 128
     seed: Seed = 0  # seed of initial values and data order
     # dtype of matrix products and activations; parameters and sums stay float32
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     # layers multiply in 8-bit floats, scaled by the maximum of each operand (current) or of the
-    # last steps (delayed); needs compute_dtype=bfloat16
-    fp8: Literal["none", "current", "delayed"] = "none"
-    fp8_history: Annotated[int, Meta(ge=1, le=2**16)] = 1024  # fp8=delayed: number of steps
+    # last steps (delayed)
+    fp8: Annotated[
+        Literal["none", "current", "delayed"],
+        needs("train.compute_dtype", "bfloat16", why="values between 8-bit products are bfloat16"),
+    ] = "none"
+    # number of steps whose maxima scale an operand
+    fp8_history: Annotated[int, Meta(ge=1, le=2**16), read_with("train.fp8", "delayed")] = 1024
     # what B recomputes: nothing, all but matrix products and attention, or everything
     remat: Literal["none", "selective", "full"] = "none"
     offload_layers: Count = 0  # first layers of every stage whose residuals are kept on the host
@@ -77,7 +101,11 @@ class TrainConfig(Section, kw_only=True):
     # steps between checks for devices that compute wrong numbers: forward and backward run twice
     # more, once with the devices in another order, and all bits are compared; 0: never. Needs
     # deterministic, three devices, and memory for another copy of parameters and gradients
-    corruption_check_every: Count = 0
+    corruption_check_every: Annotated[
+        Count,
+        needs("train.deterministic", why="it compares the bits of a step"),
+        excludes("train.variable_length", why="it compares steps of one length"),
+    ] = 0
     # what a run does when a check fails
     on_corruption: Annotated[Literal["stop", "warn"], read_with("train.corruption_check_every")] = (
         "stop"
@@ -85,23 +113,41 @@ class TrainConfig(Section, kw_only=True):
     # chunks of the sequence whose logits and loss are computed one after the other; 1: all at once.
     # Only one chunk's logits are live, but the head's gradient gets a separate float32 sum
     # [d_model, vocab_size]: saves memory if a microbatch has more tokens than d_model
-    loss_chunks: Positive = 1
+    loss_chunks: Annotated[
+        Positive,
+        excludes("parallel.defer_embed_head", why="the head's gradient is made with the loss"),
+    ] = 1
     z_loss: Annotated[float, Meta(ge=0)] = 0.0  # factor of the mean of log(Z)^2, Z of the softmax
     # cross_entropy; dpo: of pairs of answers, see [preference]; or "module:function" of your own,
     # of (log-probabilities [B, L], rows of the batch), as jaxpipe/model/objective.py defines it
-    loss: str = "cross_entropy"
+    loss: Annotated[
+        str,
+        excludes("parallel.cp", above=1, why=_OF_ROWS),
+        excludes("parallel.slices", above=1, why=_OF_ROWS),
+        excludes("train.z_loss", why=_OF_ROWS),
+        excludes("model.mtp_depth", why=_OF_ROWS),
+        excludes("data.packing", when="dpo", why="every answer is a row of its own"),
+    ] = "cross_entropy"
     # arrays of the batch that a loss of your own reads besides inputs and targets: "name" is a
     # float32 [M, B, L], "name[K]" [M, B, L, K]; "choices[K]" are int32 tokens, of which it may read
     # the log-probabilities
-    loss_rows: tuple[LossRow, ...] = ()
+    loss_rows: Annotated[tuple[LossRow, ...], read_with("train.loss", CUSTOM)] = ()
     # a loss of your own reads the log-probabilities of softmax(logits / loss_temperature)
-    loss_temperature: Temperature = 1.0
-    eval_every: Count = 0  # steps between held-out losses; 0: never
-    eval_steps: Positive = 8  # batches per held-out loss
+    loss_temperature: Annotated[Temperature, read_with("train.loss", CUSTOM)] = 1.0
+    # steps between held-out losses; 0: never
+    eval_every: Annotated[Count, multiple_of("train.fused_steps", why=_BETWEEN)] = 0
+    # batches per held-out loss
+    eval_steps: Annotated[Positive, read_with("train.eval_every")] = 8
     # steps between evaluations of evaluate_tasks; 0: never. Needs lm-eval; costs a forward pass for
     # every choice of every example, while training waits
-    evaluate_every: Count = 0
-    evaluate_tasks: tuple[str, ...] = ()  # names of lm-eval's tasks
+    evaluate_every: Annotated[
+        Count,
+        needs("train.evaluate_tasks"),
+        multiple_of("train.fused_steps", why=_BETWEEN),
+        excludes("model.mtp_depth", why="`python -m jaxpipe.evaluate` evaluates without its layer"),
+    ] = 0
+    # names of lm-eval's tasks
+    evaluate_tasks: Annotated[tuple[str, ...], read_with("train.evaluate_every")] = ()
     # examples per task; 0: all
     evaluate_limit: Annotated[Count, read_with("train.evaluate_every")] = 0
     # folder of tasks of your own
@@ -122,8 +168,18 @@ class PreferenceConfig(Section, kw_only=True):
 class LoraConfig(Section, kw_only=True):
     """`[lora]`: low-rank adapters, which are trained in place of the model's parameters."""
 
-    rank: Count = 0  # inner width of an adapter; 0: no adapters, all parameters are trained
-    alpha: PositiveFloat = 16.0  # the product of an adapter is scaled by alpha / rank
+    # inner width of an adapter; 0: no adapters, all parameters are trained
+    rank: Annotated[
+        Count,
+        at_most("model.d_model", why="no weight has a higher rank"),
+        excludes(
+            "model.router_bias_rate",
+            why="a model with adapters stays as it is, and so do its routers' biases, by "
+            "model.router_bias_rate=0 and model.router_bias=true",
+        ),
+    ] = 0
+    # the product of an adapter is scaled by alpha / rank
+    alpha: Annotated[PositiveFloat, read_with("lora.rank")] = 16.0
     # names of the layer weights that get an adapter, as "wq", "w_up", "expert_down"; empty: all
     targets: Annotated[tuple[str, ...], read_with("lora.rank")] = ()
     # dropout rate on an adapter's inputs
@@ -136,19 +192,31 @@ class OptimizerConfig(Section, kw_only=True):
     """`[optimizer]`: the update, its learning rate over time, and clipping."""
 
     # adafactor, adamw, lion, muon (the layers' matrices; AdamW on the rest), nadamw, schedule_free
-    # (AdamW; needs decay=constant), sgd (momentum beta1), or "module:function" of your own, which
-    # returns an optax.GradientTransformation for (learning_rate schedule, this section)
-    name: str = "adamw"
+    # (AdamW), sgd (momentum beta1), or "module:function" of your own, which returns an
+    # optax.GradientTransformation for (learning_rate schedule, this section)
+    name: Annotated[
+        str,
+        needs(
+            "optimizer.decay", "constant", when="schedule_free", why="it averages in place of decay"
+        ),
+        needs("optimizer.beta1", above=0, when="schedule_free", why="beta1 weighs the average"),
+    ] = "adamw"
     lr: PositiveFloat = 3e-4  # peak learning rate
-    beta1: DecayRate = 0.9  # decay rate of the first moment
-    beta2: DecayRate = 0.95  # decay rate of the second moment
-    eps: PositiveFloat = 1e-8  # added to the root of the second moment
-    muon_momentum: DecayRate = 0.95  # decay rate of Muon's momentum
+    # decay rate of the first moment
+    beta1: Annotated[DecayRate, unread_with("optimizer.name", "adafactor")] = 0.9
+    # decay rate of the second moment
+    beta2: Annotated[DecayRate, unread_with("optimizer.name", "adafactor", "sgd")] = 0.95
+    # added to the root of the second moment
+    eps: Annotated[PositiveFloat, unread_with("optimizer.name", "adafactor", "lion", "sgd")] = 1e-8
+    # decay rate of Muon's momentum
+    muon_momentum: Annotated[DecayRate, read_with("optimizer.name", "muon")] = 0.95
     # peak learning rate of Muon's matrices; 0: lr
     muon_lr: Annotated[float, Meta(ge=0), read_with("optimizer.name", "muon")] = 0.0
     weight_decay: Annotated[float, Meta(ge=0)] = 0.1  # weight decay of the layers' matrices
-    decay_of_embed_head: Annotated[float, Meta(ge=0)] = 1.0  # factor of weight_decay
-    decay_of_vectors: Annotated[float, Meta(ge=0)] = 0.0  # norm gains: factor of weight_decay
+    # embedding and head: factor of weight_decay
+    decay_of_embed_head: Annotated[float, Meta(ge=0), read_with("optimizer.weight_decay")] = 1.0
+    # norm gains: factor of weight_decay
+    decay_of_vectors: Annotated[float, Meta(ge=0), read_with("optimizer.weight_decay")] = 0.0
     clip_norm: Annotated[float, Meta(ge=0)] = 1.0  # limit on the global gradient norm; 0: off
     # learning rate after warm-up. wsd: constant, then linear; wsd_sqrt: constant, then as 1 - sqrt;
     # inverse_sqrt: as one over the square root of the update's number
@@ -156,8 +224,10 @@ class OptimizerConfig(Section, kw_only=True):
         "cosine"
     )
     warmup_steps: Count = 0  # steps of linear warm-up from lr / warmup_steps to lr
-    min_lr_ratio: Fraction = 0.1  # final lr over peak lr; for inverse_sqrt the lower limit
-    wsd_decay_fraction: Fraction = 0.2  # share of all steps in which wsd and wsd_sqrt decay
+    # final lr over peak lr; for inverse_sqrt the lower limit
+    min_lr_ratio: Annotated[Fraction, unread_with("optimizer.decay", "constant")] = 0.1
+    # share of all steps in which wsd and wsd_sqrt decay
+    wsd_decay_fraction: Annotated[Fraction, read_with("optimizer.decay", "wsd", "wsd_sqrt")] = 0.2
 
 
 class Config(Section, Generic[Model], kw_only=True):

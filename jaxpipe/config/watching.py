@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxpipe.config.path_types import StatePath
-from jaxpipe.config.rules import read_with, unread_with
+from jaxpipe.config.rules import at_most, excludes, needs, read_with, unread_with
 from jaxpipe.model.family import INT32_MAX, Count, Positive
 
 
@@ -20,15 +20,24 @@ class LogConfig(Section, kw_only=True):
     every: Positive = 1  # steps between printed lines when the output is not a terminal
     tensorboard: bool = True  # write TensorBoard event files besides metrics.jsonl
     wandb: Literal["", "offline", "online"] = ""  # Weights & Biases; needs the extra `wandb`
-    wandb_project: str = "jaxpipe"  # W&B project; the group is the last folder of run.dir
+    # W&B project; the group is the last folder of run.dir
+    wandb_project: Annotated[str, read_with("log.wandb")] = "jaxpipe"
     # port at which process 0 serves the newest step's metrics to Prometheus, to all hosts without
     # authentication; 0: none; needs the extra `prometheus`
     prometheus_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     progress: bool = True  # show a progress line on terminals
-    profile_start: Count = 0  # first step that jax's profiler records; 0: none
+    # first step that jax's profiler records; 0: none
+    profile_start: Annotated[
+        Count,
+        at_most("train.steps"),
+        excludes("log.bubble_every", why="jax records one of them at a time"),
+    ] = 0
     # number of steps that jax's profiler records
     profile_steps: Annotated[Positive, read_with("log.profile_start")] = 3
-    bubble_every: Count = 0  # steps between measurements of the bubble; 0: never
+    # steps between measurements of the bubble; 0: never
+    bubble_every: Annotated[
+        Count, needs("parallel.pp", above=1, why="without a pipeline there is no bubble")
+    ] = 0
     # with several processes, name the one that slows the others by its data loader or host, and in
     # the steps of bubble_every the slow op or link; costs a message per process every 10 steps
     stragglers: Literal["auto", "off"] = "auto"
@@ -41,7 +50,11 @@ class RuntimeConfig(Section, kw_only=True):
     cpu_devices: Annotated[int, Meta(ge=0, le=4096)] = 0
     # fewest devices on which a run goes on after processes are lost for good: it takes a smaller
     # dp, or else another pp, and keeps the batch; 0: it needs all devices of its mesh
-    min_devices: Count = 0
+    min_devices: Annotated[
+        Count,
+        at_most("parallel.pp", "parallel.dp", "parallel.tp"),
+        excludes("parallel.dp", -1, why="-1 takes any number of devices by itself"),
+    ] = 0
     # limit on the time without progress in a step, batch, held-out batch or save [s], beyond which
     # the run counts as hung and exits with code 5; what moves bytes, finishes files or makes tokens
     # makes progress. auto: 5 median steps, at least 60, but 600 for a save and until the first step
@@ -63,7 +76,9 @@ class DebugConfig(Section, kw_only=True):
 
     skip_update: bool = False  # run steps without changing parameters, moments and variables
     # print every message between pipeline ranks with its norm, in every step; slow
-    print_messages: bool = False
+    print_messages: Annotated[
+        bool, needs("parallel.pp", above=1, why="one pipeline rank sends no messages")
+    ] = False
     # first and last tick printed; empty: all
     ticks: Annotated[tuple[int, ...], read_with("debug.print_messages")] = ()
     # pipeline ranks printed; empty: all

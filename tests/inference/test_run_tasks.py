@@ -130,7 +130,7 @@ def test_two_processes_log_what_one_does(tmp_path, monkeypatch):
     [
         (['train.evaluate_tasks=["nothing"]'], "lm-eval has no task 'nothing'"),
         (['train.evaluate_tasks=["counting"]', "train.evaluate_tokenizer="], "has no tokenizer"),
-        ([], "give both, or leave both out"),
+        ([], "needs train.evaluate_tasks, but"),
     ],
 )
 def test_refusals(tmp_path, monkeypatch, capsys, words, sentence):

@@ -170,7 +170,6 @@ def settings(parallel=None, train=None, lora=None, **model):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (settings(train={"compute_dtype": "float32"}), "set train.compute_dtype=bfloat16"),
         (settings(d_model=72, head_dim=16), "multiples of 16, but model.d_model is 72: change it"),
         (settings(d_ff=120), "but model.d_ff / parallel.tp is 120"),
         (settings({"tp": 2}, d_ff=176), "but model.d_ff / parallel.tp is 88"),

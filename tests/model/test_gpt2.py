@@ -152,8 +152,8 @@ def test_a_plan_counts_the_products_of_a_vanilla_transformer(file, tp):
     [
         (
             ["train.seq_len=1025"],
-            "train.seq_len=1025 exceeds model.max_seq_len=1024, the longest sequence that the "
-            "model is made for: shorten it, or raise model.max_seq_len.",
+            "train.seq_len=1025 must be at most model.max_seq_len=1024: the longest sequence that "
+            "the model is made for; change one of them.",
         ),
         (["model.max_seq_len=0"], "model.max_seq_len: expected `int` >= 1, got 0"),
         (["model.n_heads=11"], "model.d_model=768 must be a multiple of model.n_heads=11"),

@@ -83,9 +83,9 @@ def test_groups_train_as_plain_replicas_do():
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["parallel.dp_replicate=3"], "dp_replicate=3 x parallel.cp=1 must divide parallel.dp=4"),
-        (["parallel.cp=4"], "dp_replicate=2 x parallel.cp=4 must divide parallel.dp=4"),
-        (["parallel.zero_stage=0"], "dp_replicate=2 with parallel.zero_stage=0: groups differ"),
+        (["parallel.dp_replicate=3"], "dp=4 must be a multiple of parallel.dp_replicate=3"),
+        (["parallel.cp=4"], "dp=4 must be a multiple of .*dp_replicate=2 x parallel.cp=4"),
+        (["parallel.zero_stage=0"], "dp_replicate=2 needs parallel.zero_stage above 0"),
     ],
 )
 def test_groups_that_cannot_be(overrides, sentence):

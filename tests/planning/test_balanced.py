@@ -184,11 +184,13 @@ def test_empty_layer_slots_count():
     [
         (
             ["parallel.first_stage_layers=1"],
-            "chooses the layers of every stage, also those of parallel.first_stage_layers=1 .*: "
-            "leave both out, or use",
+            "first_stage_layers=1 excludes parallel.layer_split='balanced'",
         ),
-        (["parallel.last_stage_layers=1"], "last_stage_layers=1: leave both out"),
-        (["parallel.output_weight=2"], "with parallel.layer_split='weighted' .* is 'balanced'"),
+        (
+            ["parallel.last_stage_layers=1"],
+            "last_stage_layers=1 excludes parallel.layer_split='balanced'",
+        ),
+        (["parallel.output_weight=2"], "with parallel.layer_split='weighted', .* is 'balanced'"),
         (
             ["parallel.schedule=interleaved_1f1b", "parallel.virtual_stages=3"],
             "4 layers cannot fill 6 stages: every stage needs a layer",

@@ -46,14 +46,6 @@ def test_lengths_of_steps(overrides, lengths):
             r"train\.loss_chunks=4 must divide train\.pad_to_multiple_of=1 with",
         ),
         (
-            ["data.packing=best_fit", "data.shuffle=false", "data.source=stdlib"],
-            r"data\.packing='best_fit' with data\.shuffle=false: .* set data\.packing=sequential",
-        ),
-        (
-            ["data.balance_rows=8"],
-            r"data\.balance_rows=8 with data\.packing='none': only attention .* set data\.pack",
-        ),
-        (
             ["data.balance_rows=8", "data.packing=sequential", "data.shuffle=false"],
             r"data\.balance_rows=8 with data\.shuffle=false: rows of .*; shuffle, or leave bal",
         ),

@@ -97,10 +97,10 @@ def test_a_mesh_fits_the_memory_of_a_device():
         (7, ["runtime.min_devices=0"], "= 8 must equal the number of devices, 7: change"),
         (7, ["parallel.pp=1", "parallel.dp=8", "parallel.cp=8", "runtime.min_devices=5"],
          r"^7 of the 8 devices of pp=1 dp=8 cp=8 \(gather\) tp=1 are left, and no mesh of at least "
-         r"runtime.min_devices=5 of them has the same 128 tokens in a step \(parallel.cp=8 must "
-         r"divide .*\): start more processes, lower runtime.min_devices, or"),
-        (8, ["runtime.min_devices=9"], "min_devices=9 is the fewest of the devices of pp=4 dp=2"),
-        (8, ["parallel.dp=-1"], "min_devices=1 is the fewest .*dp=-1 takes any number by itself"),
+         r"runtime.min_devices=5 of them has the same 128 tokens in a step \(.* "
+         r"x parallel.cp=8.*\): start more processes, lower runtime.min_devices, or"),
+        (8, ["runtime.min_devices=9"], "min_devices=9 must be at most parallel.pp=4 x "),
+        (8, ["parallel.dp=-1"], "min_devices=1 excludes parallel.dp=-1: -1 takes any"),
     ],
 )  # fmt: skip
 def test_refusals(count, overrides, sentence):

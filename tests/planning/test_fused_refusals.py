@@ -18,14 +18,6 @@ BASE = Path(__file__).parents[1] / "data" / "base.toml"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.eval_every=6"], "train.eval_every=6 must be a multiple of train.fused_steps=4"),
-        (["checkpoint.every=2"], "checkpoint.every=2 must be a multiple of train.fused_steps=4"),
-        (["train.variable_length=true"], "with train.variable_length=true: steps of one program"),
-        (["train.offload_moments=true"], "with train.offload_moments=true: ranks update in the"),
-        (
-            ["train.corruption_check_every=2", "train.deterministic=true"],
-            "with train.corruption_check_every=2: its check computes a single step again",
-        ),
         (["model.tie_embeddings=true"], "with a head that is the embedding: the first"),
         (["parallel.vocab_parallel_pp=true"], "with parallel.vocab_parallel_pp=true: ranks that"),
         (["train.compute_dtype=float16"], "with train.compute_dtype='float16': its loss scale"),

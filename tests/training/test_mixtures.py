@@ -107,9 +107,18 @@ def test_rows_of_any_length_leave_the_same_loads():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.n_experts=6", "parallel.dp=4", "parallel.ep=4"], "model.n_experts=6 must be a mu"),
-        (["parallel.dp=4", "parallel.ep=3", "model.n_experts=6"], "parallel.ep=3 x parallel.dp_re"),
-        (["parallel.ep_buffer_factor=2"], "parallel.ep_buffer_factor=2.0 with parallel.ep=1"),
+        (
+            ["model.n_experts=6", "parallel.dp=4", "parallel.ep=4"],
+            "parallel.ep=4 must divide model.n_experts=6",
+        ),
+        (
+            ["parallel.dp=4", "parallel.ep=3", "model.n_experts=6"],
+            "dp=4 must be a multiple of .* x parallel.ep=3",
+        ),
+        (
+            ["parallel.ep_buffer_factor=2"],
+            "ep_buffer_factor=2.0 is read only with parallel.ep above 1",
+        ),
         (
             [
                 "parallel.dp=4",
@@ -117,7 +126,7 @@ def test_rows_of_any_length_leave_the_same_loads():
                 "parallel.ep_buffer_factor=2",
                 "model.capacity_factor=1",
             ],
-            "parallel.ep_buffer_factor=2.0 with model.capacity_factor=1.0",
+            "parallel.ep_buffer_factor=2.0 excludes model.capacity_factor=1.0",
         ),
         (["model.n_experts=1024", "parallel.dp=4", "parallel.ep=4"], "are more than 255 on each"),
         (["model.experts_per_token=5"], "model.experts_per_token=5 exceeds model.n_experts=4"),

@@ -175,14 +175,14 @@ MEAN = "import jax.numpy as jnp\ndef loss(logprobs, rows):\n    "
         (MODULE, ('train.loss_rows=["a", "a[2]"]',), "'a', which is twice: rename it"),
         (MODULE, ('train.loss_rows=["routes"]',), "'routes', which is a name that batches have"),
         (MODULE, ('train.loss_rows=["choices"]',), "say how many, as 'choices.8.'"),
-        ("", ("train.loss=cross_entropy", "train.loss_temperature=2"), "divides the logits for a"),
-        ("", ("train.loss=dpo", "train.loss_temperature=2"), "divides the logits for a loss of yo"),
+        ("", ("train.loss=cross_entropy", "train.loss_temperature=2"), "only with train.loss="),
+        ("", ("train.loss=dpo", "train.loss_temperature=2"), "only with train.loss='module:f"),
         (MODULE, ("parallel.cp=2",), "excludes parallel.cp=2"),
         (MODULE, ("preference.beta=0.2",), "is read only with train.loss='dpo'"),
         ("", ("train.loss=ppo",), "is no loss: choose cross_entropy, dpo"),
         ("", ("train.loss=dpo", "train.microbatch_size=3"), "give an even number"),
         ("", ("train.loss=dpo",), "data.source='stdlib', which has no pairs"),
-        ("", ("train.loss=dpo", "train.loss_rows=['a']"), "are read by a loss of your own"),
+        ("", ("train.loss=dpo", "train.loss_rows=['a']"), "only with train.loss='module:f"),
     ],
 )  # fmt: skip
 def test_refusals(module, text, overrides, sentence):

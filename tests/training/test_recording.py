@@ -63,8 +63,8 @@ def test_a_run_records_what_the_profiler_shows(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["log.profile_start=13"], "log.profile_start=13 is past train.steps=12"),
-        (["log.profile_start=1", "log.bubble_every=4"], "both record steps, and jax records one"),
+        (["log.profile_start=13"], "log.profile_start=13 must be at most train.steps=12"),
+        (["log.profile_start=1", "log.bubble_every=4"], "jax records one of them at a time"),
     ],
 )
 def test_a_window_that_cannot_be_is_refused(tmp_path, capsys, more, sentence):

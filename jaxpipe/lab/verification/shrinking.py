@@ -14,6 +14,7 @@ from jaxpipe.config import (
     ParallelConfig,
     TrainConfig,
 )
+from jaxpipe.config.rules import without_unread
 from jaxpipe.lab.verification.smaller_loops import SmallerLoops
 from jaxpipe.lab.verification.smaller_model import least_layers, smaller_model
 from jaxpipe.planning import Devices, RunPlan, resolve
@@ -79,7 +80,7 @@ def _smaller_plan(plan: RunPlan, loops: SmallerLoops, per_stage: int) -> RunPlan
     )
     clip = min(before.optimizer.clip_norm, 0.1)  # below the norm, so that it clips
     warmup = min(before.optimizer.warmup_steps, 10)  # else updates vanish beside parameters
-    checkpoint = replace(before.checkpoint, resume="none", exclude=(), parameters_only=False)
+    checkpoint = replace(before.checkpoint, resume="none")
     devices = parallel.devices if before.runtime.cpu_devices else 0
     smaller = replace(
         before,
@@ -92,9 +93,9 @@ def _smaller_plan(plan: RunPlan, loops: SmallerLoops, per_stage: int) -> RunPlan
         checkpoint=checkpoint,
         log=LogConfig(),
         runtime=replace(before.runtime, cpu_devices=devices, min_devices=0),
-        debug=replace(before.debug, print_messages=False, ticks=(), pp_ranks=()),
+        debug=replace(before.debug, print_messages=False),
     )  # fmt: skip
-    return _with_enough_microbatches(smaller, before.train.grad_accum_steps)
+    return _with_enough_microbatches(without_unread(smaller), before.train.grad_accum_steps)
 
 
 def _with_known_replicas(config: Config) -> Config:
@@ -186,7 +187,6 @@ def _smaller_step(train: TrainConfig, parallel: ParallelConfig) -> TrainConfig:
         fused_steps=1,
         offload_layers=min(train.offload_layers, 1),
         corruption_check_every=0,
-        on_corruption="stop",
     )
 
 

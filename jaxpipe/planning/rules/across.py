@@ -10,7 +10,7 @@ from jaxpipe.planning.rules.fp8 import check_fp8
 from jaxpipe.planning.rules.fused import check_fused
 from jaxpipe.planning.rules.lora import check_lora
 from jaxpipe.planning.rules.losses import LOSS_CHECKS
-from jaxpipe.planning.rules.pipeline import PIPELINE_CHECKS
+from jaxpipe.planning.rules.pipeline import check_pipeline
 from jaxpipe.planning.rules.run import RUN_CHECKS
 from jaxpipe.planning.rules.sequences import SEQUENCE_CHECKS
 from jaxpipe.planning.rules.sizes import check_count, may_shrink
@@ -54,46 +54,6 @@ def _check_model(config: Config) -> None:
         raise ConfigError(sentence)
 
 
-def _check_sharding(config: Config) -> None:
-    """Raise `ConfigError` if sequence parallelism or resharding has nothing to share.
-
-    `parallel.sequence_parallel` needs a `parallel.tp` above 1.
-
-    `parallel.reshard_after_forward=true` needs `parallel.zero_stage=3`.
-    """
-    parallel = config.parallel
-    if parallel.sequence_parallel and parallel.tp == 1:
-        raise ConfigError(
-            "parallel.sequence_parallel=true cuts the sequence over parallel.tp, which is 1: set "
-            "parallel.tp, or leave sequence_parallel out."
-        )
-    if parallel.reshards and parallel.zero_stage < 3:
-        raise ConfigError(
-            f"parallel.reshard_after_forward=true needs parallel.zero_stage=3, but it is "
-            f"{parallel.zero_stage}: below 3 parameters are full within a step."
-        )
-
-
-def _check_use(config: Config) -> None:
-    """Raise `ConfigError` if loss chunks or a bubble log have no use.
-
-    `train.loss_chunks` above 1 excludes `parallel.defer_embed_head`.
-
-    `log.bubble_every` needs a `parallel.pp` above 1.
-    """
-    train = config.train
-    if train.loss_chunks > 1 and config.parallel.defer_embed_head:
-        raise ConfigError(
-            f"train.loss_chunks={train.loss_chunks} makes the head's gradient with the loss, but "
-            f"parallel.defer_embed_head=true lets it wait: use one of them."
-        )
-    if config.log.bubble_every and config.parallel.pp == 1:
-        raise ConfigError(
-            f"log.bubble_every={config.log.bubble_every} with parallel.pp=1: without a pipeline "
-            f"there is no bubble; leave it out."
-        )
-
-
 CHECKS = (
     check_packing,
     _check_batch,
@@ -101,13 +61,11 @@ CHECKS = (
     *SEQUENCE_CHECKS,
     check_experts,
     _check_model,
-    _check_sharding,
     check_fp8,
     check_lora,
     *LOSS_CHECKS,
-    *PIPELINE_CHECKS,
+    check_pipeline,
     check_fused,
-    _check_use,
     *DATA_CHECKS,
     *RUN_CHECKS,
     check_debug,

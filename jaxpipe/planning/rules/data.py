@@ -42,30 +42,16 @@ def _check_sources(config: Config) -> None:
 
 
 def _check_order(config: Config) -> None:
-    """Raise `ConfigError` if packed rows would come in the order of their lengths, or no row is.
-
-    `data.packing='best_fit'` needs `data.shuffle`.
-
-    `data.balance_rows` needs `data.packing`.
+    """Raise `ConfigError` if rows of equal attention should stay in order.
 
     `data.balance_rows` above 1 needs `data.shuffle`.
     """
     data = config.data
-    asked = f"data.balance_rows={data.balance_rows}"
-    if data.balance_rows and data.packing == "none":
-        raise ConfigError(
-            f"{asked} with data.packing='none': only attention within the documents of packed rows "
-            f"differs from row to row; set data.packing, or leave balance_rows out."
-        )
     if data.balance_rows > 1 and not data.shuffle:
         raise ConfigError(
-            f"{asked} with data.shuffle=false: rows of equal attention are brought together, so "
-            f"they do not stay in order; shuffle, or leave balance_rows out."
-        )
-    if data.packing == "best_fit" and not data.shuffle:
-        raise ConfigError(
-            "data.packing='best_fit' with data.shuffle=false: rows would come in the order of the "
-            "lengths of their documents; set data.packing=sequential, or shuffle."
+            f"data.balance_rows={data.balance_rows} with data.shuffle=false: rows of equal "
+            f"attention are brought together, so they do not stay in order; shuffle, or leave "
+            f"balance_rows out."
         )
 
 

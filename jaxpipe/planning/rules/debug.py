@@ -9,8 +9,6 @@ def check_debug(config: Config) -> None:
     `debug.ticks` must be two numbers, the first tick and the last, in this order and from 0 on.
 
     `debug.pp_ranks` must be in 0 to `parallel.pp` - 1.
-
-    `debug.print_messages` needs a `parallel.pp` above 1.
     """
     debug, pp = config.debug, config.parallel.pp
     if debug.ticks and not (len(debug.ticks) == 2 and 0 <= debug.ticks[0] <= debug.ticks[1]):
@@ -24,8 +22,3 @@ def check_debug(config: Config) -> None:
                 f"debug.pp_ranks={list(debug.pp_ranks)}, but with parallel.pp={pp} there are ranks "
                 f"0 to {pp - 1}: leave {rank} out."
             )
-    if debug.print_messages and pp == 1:
-        raise ConfigError(
-            "debug.print_messages=true with parallel.pp=1: one pipeline rank sends no messages; "
-            "raise parallel.pp, or leave it out."
-        )

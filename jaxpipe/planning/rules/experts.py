@@ -6,37 +6,12 @@ COUNTED = 255  # most experts of a device under ep: a bfloat16 column numbers th
 
 
 def check_experts(config: Config) -> None:
-    """Raise `ConfigError` if replicas cannot have equal shards of the experts.
-
-    `parallel.ep_buffer_factor` needs a `parallel.ep` above 1.
-
-    `model.n_experts` must be a multiple of `parallel.ep`, and above 0 if that is above 1.
-
-    `parallel.ep_buffer_factor` excludes `model.capacity_factor`.
+    """Raise `ConfigError` if a device would have more experts than are counted exactly.
 
     `model.n_experts` / `parallel.ep` must be at most 255, if `parallel.ep` is above 1.
     """
-    parallel, experts = config.parallel, config.model.routed_experts
-    ep = parallel.ep
-    if ep == 1:
-        if parallel.ep_buffer_factor:
-            raise ConfigError(
-                f"parallel.ep_buffer_factor={parallel.ep_buffer_factor} with parallel.ep=1: "
-                f"nothing is sent; set parallel.ep, or leave it out."
-            )
-        return
-    if experts % ep or not experts:
-        raise ConfigError(
-            f"model.n_experts={experts} must be a multiple of parallel.ep={ep}: so many replicas "
-            f"have equal parts of the experts; change one of them."
-        )
-    if parallel.ep_buffer_factor and config.model.capacity_factor:
-        raise ConfigError(
-            f"parallel.ep_buffer_factor={parallel.ep_buffer_factor} with model.capacity_factor="
-            f"{config.model.capacity_factor}: the slots of a capacity are the buffers; leave one "
-            f"of them out."
-        )
-    if experts // ep > COUNTED:
+    ep, experts = config.parallel.ep, config.model.routed_experts
+    if ep > 1 and experts // ep > COUNTED:
         raise ConfigError(
             f"model.n_experts={experts} on parallel.ep={ep} replicas are more than {COUNTED} on "
             f"each, which is how far bfloat16 counts them exactly; raise parallel.ep."

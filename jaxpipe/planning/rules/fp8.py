@@ -10,8 +10,6 @@ _MULTIPLE = 16  # cuBLAS needs every size of such a product to be a multiple of 
 def check_fp8(config: Config) -> None:
     """Raise `ConfigError` if products cannot be computed in 8-bit floats.
 
-    `train.fp8` needs `train.compute_dtype='bfloat16'`.
-
     `train.fp8` needs a `model.family` whose products can be made in 8 bits.
 
     `train.fp8` needs sizes of products that are multiples of 16: `model.d_model`, and on a device
@@ -20,12 +18,6 @@ def check_fp8(config: Config) -> None:
     train = config.train
     if train.fp8 == "none":
         return
-    if train.compute_dtype != "bfloat16":
-        raise ConfigError(
-            f"train.fp8={train.fp8!r} with train.compute_dtype={train.compute_dtype!r}: between "
-            f"products in 8 bits values are bfloat16; set train.compute_dtype=bfloat16, or "
-            f"train.fp8=none."
-        )
     sizes = config.model.product_sizes(config.parallel.tp)
     if not sizes:
         raise ConfigError(

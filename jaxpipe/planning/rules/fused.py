@@ -9,13 +9,9 @@ from jaxpipe.schedules import find_family
 def check_fused(config: Config) -> None:
     """Raise `ConfigError` if several steps cannot be one program.
 
-    `train.fused_steps` must divide `train.eval_every`, `train.evaluate_every`, `checkpoint.every`
-    and `checkpoint.local_every`.
-
-    `train.fused_steps` above 1 excludes `train.variable_length`, `train.offload_moments` and
-    `train.corruption_check_every`; with a schedule whose ranks have stages of both directions
-    (dualpipe) also `log.bubble_every`, and with any other: `train.spike_sigma`,
-    `debug.skip_update`, `debug.print_messages`, a head that is the embedding, `model.mtp_depth`,
+    `train.fused_steps` above 1 excludes, with a schedule whose ranks have stages of both directions
+    (dualpipe), `log.bubble_every`, and with any other: `train.spike_sigma`, `debug.skip_update`,
+    `debug.print_messages`, a head that is the embedding, `model.mtp_depth`,
     `parallel.vocab_parallel_pp`, `train.compute_dtype='float16'`, `parallel.slices`,
     `parallel.reshard_after_forward`, and optimizers that do not update value by value, but not
     `muon` where devices store full matrices.
@@ -23,18 +19,6 @@ def check_fused(config: Config) -> None:
     steps = config.train.fused_steps
     if steps == 1:
         return
-    every = {
-        "train.eval_every": config.train.eval_every,
-        "train.evaluate_every": config.train.evaluate_every,
-        "checkpoint.every": config.checkpoint.every,
-        "checkpoint.local_every": config.checkpoint.local_every,
-    }
-    for name, interval in every.items():
-        if interval % steps:
-            raise ConfigError(
-                f"{name}={interval} must be a multiple of train.fused_steps={steps}: so many steps "
-                f"are one program, and the state is there between two; change one of them."
-            )
     for met, why in _unmet(config):
         raise ConfigError(
             f"train.fused_steps={steps} with {met}: {why}; change it, or set train.fused_steps=1."
@@ -44,12 +28,6 @@ def check_fused(config: Config) -> None:
 def _unmet(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the settings that exclude several steps in one program, and why."""
     model, parallel, train = config.model, config.parallel, config.train
-    if train.variable_length:
-        yield "train.variable_length=true", "steps of one program have rows of one length"
-    if train.offload_moments:
-        yield "train.offload_moments=true", "ranks update in the midst of others' work"
-    if every := train.corruption_check_every:
-        yield f"train.corruption_check_every={every}", "its check computes a single step again"
     if find_family(parallel.schedule).placement == "both ways":
         if config.log.bubble_every:
             yield f"log.bubble_every={config.log.bubble_every}", "its steps are one after the other"

@@ -13,8 +13,6 @@ def _check_loss(config: Config) -> None:
     `train.loss` must be `cross_entropy`, `dpo`, or `module:function` with a function of `(logprobs,
     rows)` as `jaxpipe/model/objective.py` defines it.
 
-    `train.loss_rows` and `train.loss_temperature` other than 1 need a `train.loss` of your own.
-
     `train.loss_rows` has no name twice, and none that batches have of themselves.
     """
     train, loss = config.train, config.train.loss
@@ -22,16 +20,6 @@ def _check_loss(config: Config) -> None:
         raise ConfigError(
             f"train.loss={loss!r} is no loss: choose cross_entropy, dpo, or 'module:function' of "
             f"your own."
-        )
-    if train.loss_rows and not is_custom(loss):
-        raise ConfigError(
-            f"train.loss_rows={list(train.loss_rows)} are read by a loss of your own, but "
-            f"train.loss={loss!r}: name it as 'module:function', or leave loss_rows out."
-        )
-    if train.loss_temperature != 1 and not is_custom(loss):
-        raise ConfigError(
-            f"train.loss_temperature={train.loss_temperature} divides the logits for a loss of "
-            f"your own, but train.loss={loss!r}: set it to 1, or name a 'module:function'."
         )
     for row, name in zip(train.loss_rows, names := [row.split("[")[0] for row in train.loss_rows]):
         if name in _OF_BATCHES or names.count(name) > 1:
@@ -45,28 +33,11 @@ def _check_loss(config: Config) -> None:
 
 
 def _check_function(config: Config) -> None:
-    """Raise `ConfigError` if a loss of log-probabilities does not fit the other settings.
+    """Raise `ConfigError` if a loss of log-probabilities cannot be differentiated as a loss is."""
+    if config.train.loss != "cross_entropy":
+        from jaxpipe.planning.objective import objective_of  # needs jax
 
-    `train.loss` other than `cross_entropy` excludes `parallel.cp` and `parallel.slices` above 1,
-    which divide a sequence, `train.z_loss`, and `model.mtp_depth`.
-    """
-    train, parallel = config.train, config.parallel
-    if train.loss == "cross_entropy":
-        return
-    excluded = {
-        f"parallel.cp={parallel.cp}": parallel.cp > 1,
-        f"parallel.slices={parallel.slices}": parallel.slices > 1,
-        f"train.z_loss={train.z_loss}": train.z_loss,
-        f"model.mtp_depth={config.model.tokens_ahead}": config.model.tokens_ahead,
-    }
-    if conflicts := [setting for setting, is_set in excluded.items() if is_set]:
-        raise ConfigError(
-            f"train.loss={train.loss!r} is computed of the log-probabilities of whole rows alone, "
-            f"which excludes {conflicts[0]}: leave it out, or train on cross_entropy."
-        )
-    from jaxpipe.planning.objective import objective_of  # needs jax
-
-    objective_of(config)
+        objective_of(config)
 
 
 def _check_pairs(config: Config) -> None:
@@ -74,8 +45,6 @@ def _check_pairs(config: Config) -> None:
 
     `train.loss='dpo'` needs an even `train.microbatch_size`, since both answers of a pair are in
     one microbatch.
-
-    `train.loss='dpo'` excludes `data.packing`.
 
     `train.loss='dpo'` needs `data.source='file'` or `data.sources`.
     """
@@ -86,11 +55,6 @@ def _check_pairs(config: Config) -> None:
         raise ConfigError(
             f"train.microbatch_size={examples} with train.loss='dpo': both answers of a pair are "
             f"in one microbatch; give an even number."
-        )
-    if data.packing != "none":
-        raise ConfigError(
-            f"data.packing={data.packing!r} with train.loss='dpo': every answer is a row of its "
-            f"own; set data.packing=none, and train.variable_length=true for less padding."
         )
     if data.source != "file" and not data.sources:
         raise ConfigError(

@@ -7,14 +7,11 @@ from jaxpipe.planning.cost.costs import costs_of
 
 
 def _check_optimizer(config: Config) -> None:
-    """Raise `ConfigError` if there is no such optimizer, or its settings exclude each other.
+    """Raise `ConfigError` if there is no such optimizer, or it couples parameters.
 
     `optimizer.name` must be a name of the table, or `module:function` with a function of
     `(learning_rate, config)` that returns an `optax.GradientTransformation` which updates every
     parameter by itself.
-
-    `optimizer.name='schedule_free'` needs `optimizer.decay='constant'` and an `optimizer.beta1`
-    above 0.
     """
     from jaxpipe.optimizer import check_independent, kind_of, learning_rate, load_custom
 
@@ -26,22 +23,10 @@ def _check_optimizer(config: Config) -> None:
         layers = tuple(kind.parameters.shapes for kind in costs.kinds.values())
         params = {"embed_head": costs.embed_head.shapes, "layers": layers}
         check_independent(optimizer.name, custom, params)
-    free = optimizer.name == "schedule_free"
-    if free and (optimizer.decay != "constant" or not optimizer.beta1):
-        raise ConfigError(
-            f"optimizer.name='schedule_free' averages in place of a decay, with the weight beta1, "
-            f"but optimizer.decay={optimizer.decay!r} and optimizer.beta1={optimizer.beta1}: set "
-            f"decay=constant, and a beta1 above 0."
-        )
 
 
 def _check_start(config: Config) -> None:
     """Raise `ConfigError` if settings do not fit the checkpoint that a run starts from.
-
-    `checkpoint.exclude` and `checkpoint.parameters_only` need the path of a checkpoint as
-    `checkpoint.resume`.
-
-    `checkpoint.local_every` and `checkpoint.local_dir` need each other.
 
     `checkpoint.allow_changed` may only name fields of `model`.
 
@@ -55,19 +40,6 @@ def _check_start(config: Config) -> None:
             f"checkpoint.export_every={checkpoint.export_every} must be a multiple of the {saves} "
             f"steps between saves (checkpoint.every, or train.steps): an export is made of a "
             f"checkpoint; change one of them."
-        )
-    for name in ("exclude", "parameters_only"):
-        value = getattr(checkpoint, name)
-        if value and checkpoint.resume in ("auto", "none"):
-            raise ConfigError(
-                f"checkpoint.{name}={value} is of the checkpoint that checkpoint.resume names, but "
-                f"that is {checkpoint.resume!r}: give its path, or leave {name} out."
-            )
-    if bool(checkpoint.local_every) != bool(checkpoint.local_dir):
-        raise ConfigError(
-            f"checkpoint.local_every={checkpoint.local_every} with checkpoint.local_dir="
-            f"{checkpoint.local_dir!r}: give both, a number of steps and a folder on each host's "
-            f"own disk or in its memory, or leave both out."
         )
     fields = [f"model.{name}" for name in type(config.model).__struct_fields__]
     for key in checkpoint.allow_changed:
@@ -102,21 +74,18 @@ def _check_spikes(config: Config) -> None:
 def _check_corruption(config: Config) -> None:
     """Raise `ConfigError` if steps could not be checked for corruption.
 
-    `train.corruption_check_every` needs `train.deterministic`, at least 3 devices, so that two of
-    three results agree, and excludes `train.variable_length` and
-    `parallel.reshard_after_forward`.
+    `train.corruption_check_every` needs at least 3 devices, so that two of three results agree, and
+    excludes `parallel.reshard_after_forward`.
     """
     train, parallel = config.train, config.parallel
     unmet = {
-        "train.deterministic=false": not train.deterministic,
         f"{parallel.devices} devices": 0 < parallel.devices < 3,
-        "train.variable_length=true": train.variable_length,
         "parallel.reshard_after_forward=true": parallel.reshards,
     }
     if train.corruption_check_every and any(unmet.values()):
         raise ConfigError(
             f"train.corruption_check_every={train.corruption_check_every} compares the bits of "
-            f"single steps, of one length, on three orders of the devices, but there is "
+            f"single steps on three orders of the devices, but there is "
             f"{next(what for what, is_so in unmet.items() if is_so)}: change it, or leave "
             f"corruption_check_every out."
         )
@@ -126,10 +95,6 @@ def _check_log(config: Config) -> None:
     """Raise `ConfigError` if what a run should log cannot be recorded.
 
     `log.wandb` needs the package wandb, and `log.prometheus_port` the package prometheus_client.
-
-    `log.profile_start` excludes `log.bubble_every`: jax records one of them at a time.
-
-    `log.profile_start` must be at most `train.steps`.
     """
     log = config.log
     for name, value, package in (
@@ -143,60 +108,18 @@ def _check_log(config: Config) -> None:
                 f"log.{name}={value!r} needs the package {package}, which is not installed: pip "
                 f"install {package}, or leave log.{name} out."
             )
-    if config.log.profile_start and config.log.bubble_every:
-        raise ConfigError(
-            f"log.profile_start={config.log.profile_start} and log.bubble_every="
-            f"{config.log.bubble_every} both record steps, and jax records one at a time: leave "
-            f"one of them out."
-        )
-    if config.log.profile_start > config.train.steps:
-        raise ConfigError(
-            f"log.profile_start={config.log.profile_start} is past train.steps="
-            f"{config.train.steps}: record an earlier step, or train longer."
-        )
 
 
 def _check_tasks(config: Config) -> None:
-    """Raise `ConfigError` if a run could not evaluate tasks.
-
-    `train.evaluate_every` needs `train.evaluate_tasks`, and these need it.
+    """Raise `ConfigError` if the package that evaluates tasks is missing.
 
     `train.evaluate_every` needs the package lm-eval.
-
-    `train.evaluate_every` excludes `model.mtp_depth`, whose layer is not evaluated.
     """
     train = config.train
-    if bool(train.evaluate_every) != bool(train.evaluate_tasks):
-        raise ConfigError(
-            f"train.evaluate_every={train.evaluate_every} with train.evaluate_tasks="
-            f"{list(train.evaluate_tasks)}: give both, or leave both out."
-        )
-    if not train.evaluate_every:
-        return
-    if find_spec("lm_eval") is None:
+    if train.evaluate_every and find_spec("lm_eval") is None:
         raise ConfigError(
             f"train.evaluate_tasks={list(train.evaluate_tasks)} need the package lm-eval, which is "
             f"not installed: pip install -e '.[eval]', or leave train.evaluate_every out."
-        )
-    if config.model.tokens_ahead:
-        raise ConfigError(
-            f"train.evaluate_every={train.evaluate_every} with model.mtp_depth="
-            f"{config.model.tokens_ahead}: tasks are evaluated without the layer of predictions; "
-            f"evaluate checkpoints by `python -m jaxpipe.evaluate`."
-        )
-
-
-def _check_min_devices(config: Config) -> None:
-    """Raise `ConfigError` if a run could not go on with fewer devices.
-
-    `runtime.min_devices` must be at most `parallel.pp` x `parallel.dp` x `parallel.tp`, with a
-    `parallel.dp` other than -1, which takes any number of devices.
-    """
-    least, parallel = config.runtime.min_devices, config.parallel
-    if least and least > parallel.devices:
-        raise ConfigError(
-            f"runtime.min_devices={least} is the fewest of the devices of {parallel.mesh}: give at "
-            f"most their number, or leave it out; parallel.dp=-1 takes any number by itself."
         )
 
 
@@ -207,5 +130,4 @@ RUN_CHECKS = (
     _check_corruption,
     _check_log,
     _check_tasks,
-    _check_min_devices,
 )

@@ -3,6 +3,7 @@
 from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError
+from jaxpipe.config.rules import check_rules
 from jaxpipe.model.family import INT32_MAX
 from jaxpipe.runtime.processes import started
 from jaxpipe.schedules import find_family
@@ -24,6 +25,7 @@ def resolve_sizes(config: Config, devices: int | None, *, are_present: bool = Fa
         check_count(config, devices)
         dp = devices // (parallel.pp * parallel.tp)
         config = replace(config, parallel=replace(parallel, dp=dp))
+        check_rules(config)  # those of dp
     _check_replicas(config)
     config = _with_microbatches(config)
     _check_batch(config)
@@ -77,39 +79,16 @@ def _virtual_devices_remedy(config: Config) -> str:
 
 
 def _check_replicas(config: Config) -> None:
-    """Raise `ConfigError` if replicas are not known, or do not form the groups that they should.
+    """Raise `ConfigError` if the number of replicas is not known.
 
     `parallel.dp` must be at least 1; -1, for all devices, only where the command knows their
     number: train, profile, and plan with `--devices`.
-
-    `parallel.cp` must divide `parallel.dp`.
-
-    `parallel.dp_replicate` x `parallel.cp` must divide `parallel.dp`.
-
-    `parallel.ep` x `parallel.dp_replicate` must divide `parallel.dp`, if `parallel.ep` is above 1.
     """
     parallel = config.parallel
     if parallel.dp < 1:
         raise ConfigError(
             f"parallel.dp={parallel.dp}: give at least 1; or -1 for all devices that there "
             f"are, to commands that know them: train, profile, and plan with --devices."
-        )
-    if parallel.dp % parallel.cp:
-        raise ConfigError(
-            f"parallel.cp={parallel.cp} must divide parallel.dp={parallel.dp}: so many of the "
-            f"replicas share every sequence; change one of them."
-        )
-    if parallel.dp % (parallel.dp_replicate * parallel.cp):
-        raise ConfigError(
-            f"parallel.dp_replicate={parallel.dp_replicate} x parallel.cp={parallel.cp} must "
-            f"divide parallel.dp={parallel.dp}: replicas form so many groups, and those of a group "
-            f"share sequences; change one of them."
-        )
-    if parallel.ep > 1 and parallel.dp % (parallel.dp_replicate * parallel.ep):
-        raise ConfigError(
-            f"parallel.ep={parallel.ep} x parallel.dp_replicate={parallel.dp_replicate} must "
-            f"divide parallel.dp={parallel.dp}: replicas of a group have the experts in parts; "
-            f"change one of them."
         )
 
 
