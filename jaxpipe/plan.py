@@ -11,7 +11,8 @@ With `--search --devices N` it instead searches for the fastest mesh, schedule a
 on N devices for the configuration's tokens a step; overrides stay as they are, and `--write
 FILE.toml` writes the fastest. With `--check-gpu` too, the best three are compiled.
 
-With `--rules` alone it prints the rules across settings, which are checked before every run.
+With `--rules` alone it prints the rules across settings, which are checked before every run, and
+with `--settings` alone every setting with its meaning, type, default and rules.
 
 Exit codes: 0 done; 2 bad input. With `--check-gpu`: 0 it fits; 1 it does not; 2 bad input, or no
 compiler for GPUs.
@@ -22,10 +23,11 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -55,6 +57,7 @@ from jaxpipe.planning.page import write_plan_page
 from jaxpipe.planning.progress import PlanProgress
 from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.planning.rules.listing import rules_table
+from jaxpipe.planning.rules.reference import settings_page
 from jaxpipe.planning.rules.sizes import resolve_sizes
 from jaxpipe.planning.settings import changed, words_of
 from jaxpipe.runtime import command
@@ -100,11 +103,15 @@ def _counts(text: str) -> list[int]:
     return [int(word) for word in _words(text)]
 
 
-class _PrintRules(argparse.Action):
-    """Print the rules across settings and exit, as `--help` prints its text and exits."""
+class _Print(argparse.Action):
+    """Print the text that a function returns and exit, as `--help` prints its text and exits."""
+
+    def __init__(self, text: Callable[[], str], **options: Any):
+        super().__init__(nargs=0, **options)
+        self._text = text
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(rules_table())
+        print(self._text())
         parser.exit()
 
 
@@ -144,7 +151,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--schedules", type=_words, metavar="NAME[,...]",
         help="schedules besides the configured one, or to compile (--check-gpu)")  # fmt: skip
     add("--json", action="store_true", help="print everything as one JSON object")
-    add("--rules", action=_PrintRules, nargs=0, help="print the rules between settings, and exit")
+    add("--rules", action=_Print, text=rules_table, help="print the rules between settings")
+    add("--settings", action=_Print, text=settings_page, help="print the page of all settings")
     return parser
 
 

@@ -16,8 +16,8 @@ from jaxpipe.model import FAMILIES, ModelConfig
 SETTINGS = (
     "settings, in TOML syntax, that override those of the file, such as train.steps=20 "
     "parallel.schedule=gpipe; `python -m jaxpipe.train CONFIG --print-config` lists all with their "
-    "values; sections.py, parallel.py, files.py and watching.py in jaxpipe/config, and config.py "
-    "of the model's family, document them; relative paths start at the current directory"
+    "values, and `python -m jaxpipe.plan --settings` with their meanings; relative paths start at "
+    "the current directory"
 )
 
 

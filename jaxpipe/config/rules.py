@@ -60,19 +60,19 @@ class _Relation:
         why = f"{self.why}; " if self.why else ""
         if not self.is_wanted:
             return (
-                f"{name}={_shown(value)} {self.verb} {self.other}={_shown(now)}: {why}"
+                f"{name}={shown(value)} {self.verb} {self.other}={shown(now)}: {why}"
                 f"{self._instead(name)}, or change {self.other}."
             )
         verb, wanted = "set" if self.above is None else "raise", self.other
-        wanted += f"={_shown(self.values[0])}" if self.values else ""
+        wanted += f"={shown(self.values[0])}" if self.values else ""
         return (
-            f"{name}={_shown(value)} {self.verb} {self._condition()}, but {self.other} is "
-            f"{_shown(now)}: {why}{verb} {wanted}, or {self._instead(name)}."
+            f"{name}={shown(value)} {self.verb} {self._condition()}, but {self.other} is "
+            f"{shown(now)}: {why}{verb} {wanted}, or {self._instead(name)}."
         )
 
     def sentence(self, name: str) -> str:
         """The rule in Markdown."""
-        guarded = name if self.when is _CHANGED else f"{name}={_shown(self.when)}"
+        guarded = name if self.when is _CHANGED else f"{name}={shown(self.when)}"
         return f"`{guarded}` {self.verb} {self._condition('`')}{self.why and f': {self.why}'}."
 
     def _instead(self, name: str) -> str:
@@ -88,7 +88,7 @@ class _Relation:
     def _condition(self, quote: str = "") -> str:
         if self.above is not None:
             return f"{quote}{self.other}{quote} above {self.above:g}"
-        cases = [f"{self.other}={_shown(value)}" for value in self.values] or [self.other]
+        cases = [f"{self.other}={shown(value)}" for value in self.values] or [self.other]
         return " or ".join(f"{quote}{case}{quote}" for case in cases)
 
 
@@ -219,7 +219,7 @@ def _value(config: Struct, name: str) -> Any:
     return getattr(getattr(config, section), key, 0)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as it is written in TOML."""
     if isinstance(value, bool):
         return str(value).lower()

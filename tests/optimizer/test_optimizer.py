@@ -1,6 +1,7 @@
 """Learning rates by hand-picked steps, AdamW against plain NumPy, clipping against optax."""
 
 from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,12 @@ import pytest
 from commands import SMALL
 from flax.traverse_util import flatten_dict
 from meshes import MODELS
+from msgspec import structs
 
 from jaxpipe.checkpoint import CheckpointStore, StateKeying
 from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
-from jaxpipe.config import OptimizerConfig, load
+from jaxpipe.config import ConfigError, OptimizerConfig, load
+from jaxpipe.config.rules import check_rules
 from jaxpipe.core.mesh import Sharding, make_mesh
 from jaxpipe.model.families import FAMILIES
 from jaxpipe.optimizer import (
@@ -119,6 +122,46 @@ def test_every_group_decays_at_its_own_rate(name):
         ),
         updates, PARAMS, groups(PARAMS, STORED),
     )  # fmt: skip
+
+
+class ReadSettings:
+    """The section `[optimizer]`, of which it notes what is read."""
+
+    def __init__(self, config):
+        self.config, self.names = config, set()
+
+    def __getattr__(self, name):
+        self.names.add(name)
+        return getattr(self.config, name)
+
+
+def refused(**settings):
+    """Return whether declared rules refuse `[optimizer]`."""
+    try:
+        check_rules(structs.replace(load(SMALL), optimizer=OptimizerConfig(**settings)))
+    except ConfigError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_settings_that_an_optimizer_does_not_read_are_refused(name):
+    changed = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-3, "muon_momentum": 0.9, "muon_lr": 0.1}
+    read = ReadSettings(OptimizerConfig(name=name, decay="constant", **changed))
+    optimizer = build(read, 10, STORED)
+    jax.eval_shape(lambda: optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS))
+    for key, value in changed.items():
+        is_refused = refused(name=name, decay="constant", **{key: value})
+        assert is_refused == (key not in read.names), key
+
+
+@pytest.mark.parametrize("decay", get_args(OptimizerConfig.__annotations__["decay"]))
+def test_settings_that_a_decay_does_not_read_are_refused(decay):
+    rates = [learning_rate(OptimizerConfig(decay=decay), 24)(step) for step in range(24)]
+    for key in ("min_lr_ratio", "wsd_decay_fraction"):
+        schedule = learning_rate(OptimizerConfig(decay=decay, **{key: 0.7}), 24)
+        is_unread = np.array_equal(rates, [schedule(step) for step in range(24)])
+        assert refused(decay=decay, **{key: 0.7}) == is_unread, key
 
 
 def test_lion_moves_by_signs():
