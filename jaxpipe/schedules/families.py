@@ -5,7 +5,7 @@ checks, the plan and the tests of all schedules read this entry.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import partial
 from types import MappingProxyType
