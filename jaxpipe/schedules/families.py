@@ -99,7 +99,7 @@ def _no_variants(name: str, sizes: VariantSizes) -> Iterable[ScheduleVariant]:
 
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _SLICES = {"slices": 1}
-_OF_SEARCH = {field.name for field in fields(Target)}
+_OF_SEARCH = {one.name for one in fields(Target)}
 
 
 def _stages(default: int) -> Mapping[str, Any]:
