@@ -29,8 +29,9 @@ class DataConfig(Section, kw_only=True):
     """`[data]`: the source of tokens."""
 
     # stdlib: bytes of Python's standard library; dummy: random tokens; file: token ids from path
-    source: Literal["stdlib", "dummy", "file"] = "stdlib"
-    path: AnyPath = ""  # file of token ids, folder of them, or pattern like "tokens/*.bin"
+    source: Annotated[Literal["stdlib", "dummy", "file"], unread_with("data.sources")] = "stdlib"
+    # file of token ids, folder of them, or pattern like "tokens/*.bin"
+    path: Annotated[AnyPath, unread_with("data.sources"), read_with("data.source", "file")] = ""
     sources: tuple[SourceConfig, ...] = ()  # mixture of sources, in place of source and path
     # columns of Parquet beside the ids that are left out although they may change what is trained
     ignore_columns: tuple[str, ...] = ()

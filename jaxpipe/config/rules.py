@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 from msgspec.structs import fields
 from msgspec.structs import replace as with_fields
 
@@ -119,6 +120,32 @@ class _Bound:
         return f"`{name}` {self.verb} {product}{self.why and f': {self.why}'}."
 
 
+@dataclass(frozen=True)
+class _Package:
+    """A setting needs a package, which pip installs by the words `install`."""
+
+    package: str
+    install: str
+    verb: str = "needs"
+
+    def fault(self, name: str, value: Any, default: Any, config: Struct) -> str:
+        """The error where the package is missing; "" if it is there, or not needed."""
+        # A folder of this name, such as wandb writes its logs to, is also found, without an origin.
+        if value == default or ((spec := find_spec(self.package)) and spec.origin):
+            return ""
+        return (
+            f"{name}={shown(value)} needs the package {self.package}, which is not installed: pip "
+            f"install {self.install}, or leave {name} out."
+        )
+
+    def sentence(self, name: str) -> str:
+        """The rule in Markdown."""
+        return f"`{name}` needs the package {self.package}."
+
+
+_Rule = _Relation | _Bound | _Package
+
+
 def needs(
     other: str, *values: Any, above: float | None = None, when: Any = _CHANGED, why: str = ""
 ) -> _Relation:
@@ -158,6 +185,11 @@ def at_most(*others: str, why: str = "") -> _Bound:
     return _Bound("must be at most", others, why)
 
 
+def needs_package(package: str, install: str = "") -> _Package:
+    """A setting works only where a package is installed, by `pip install` and `install`."""
+    return _Package(package, install or package)
+
+
 def check_rules(config: Struct) -> None:
     """Raise `ConfigError` at the first declared rule that a configuration breaks."""
     for _, _, _, fault in _faults(config):
@@ -187,11 +219,11 @@ def without_rules(hint: Any) -> Any:
     """The type of a setting without its rules."""
     if get_origin(hint) is not Annotated:
         return hint
-    kept = [more for more in hint.__metadata__ if not isinstance(more, _Relation | _Bound)]
+    kept = [more for more in hint.__metadata__ if not isinstance(more, _Rule)]
     return Annotated[(hint.__origin__, *kept)] if kept else hint.__origin__
 
 
-def _faults(config: Struct) -> Iterator[tuple[str, str, _Relation | _Bound, str]]:
+def _faults(config: Struct) -> Iterator[tuple[str, str, _Rule, str]]:
     """Yield section and key of every setting that breaks a rule, the rule, and its error."""
     for section in config.__struct_fields__:
         record = getattr(config, section)
@@ -202,14 +234,14 @@ def _faults(config: Struct) -> Iterator[tuple[str, str, _Relation | _Bound, str]
 
 
 @cache  # msgspec and typing evaluate all annotations of the class
-def _rules(record: type[Struct]) -> tuple[tuple[str, Any, _Relation | _Bound], ...]:
+def _rules(record: type[Struct]) -> tuple[tuple[str, Any, _Rule], ...]:
     """Key, default and rule of every declared rule of a section's record."""
     hints = get_type_hints(record, include_extras=True)
     return tuple(
         (field.name, field.default, rule)
         for field in fields(record)
         for rule in getattr(hints[field.name], "__metadata__", ())
-        if isinstance(rule, _Relation | _Bound)
+        if isinstance(rule, _Rule)
     )
 
 
@@ -223,4 +255,5 @@ def shown(value: Any) -> str:
     """A value as it is written in TOML."""
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(list(value) if isinstance(value, tuple) else value)
+    plain = to_builtins(value)
+    return repr(list(plain) if isinstance(plain, tuple) else plain)

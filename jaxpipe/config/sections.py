@@ -19,6 +19,7 @@ from jaxpipe.config.rules import (
     excludes,
     multiple_of,
     needs,
+    needs_package,
     read_with,
     unread_with,
 )
@@ -138,13 +139,14 @@ class TrainConfig(Section, kw_only=True):
     eval_every: Annotated[Count, multiple_of("train.fused_steps", why=_BETWEEN)] = 0
     # batches per held-out loss
     eval_steps: Annotated[Positive, read_with("train.eval_every")] = 8
-    # steps between evaluations of evaluate_tasks; 0: never. Needs lm-eval; costs a forward pass for
-    # every choice of every example, while training waits
+    # steps between evaluations of evaluate_tasks; 0: never. Costs a forward pass for every choice
+    # of every example, while training waits
     evaluate_every: Annotated[
         Count,
         needs("train.evaluate_tasks"),
         multiple_of("train.fused_steps", why=_BETWEEN),
         excludes("model.mtp_depth", why="`python -m jaxpipe.evaluate` evaluates without its layer"),
+        needs_package("lm_eval", "-e '.[eval]'"),
     ] = 0
     # names of lm-eval's tasks
     evaluate_tasks: Annotated[tuple[str, ...], read_with("train.evaluate_every")] = ()

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxpipe.config.path_types import StatePath
-from jaxpipe.config.rules import at_most, excludes, needs, read_with, unread_with
+from jaxpipe.config.rules import at_most, excludes, needs, needs_package, read_with, unread_with
 from jaxpipe.model.family import INT32_MAX, Count, Positive
 
 
@@ -19,12 +19,13 @@ class LogConfig(Section, kw_only=True):
 
     every: Positive = 1  # steps between printed lines when the output is not a terminal
     tensorboard: bool = True  # write TensorBoard event files besides metrics.jsonl
-    wandb: Literal["", "offline", "online"] = ""  # Weights & Biases; needs the extra `wandb`
+    # Weights & Biases; empty: off
+    wandb: Annotated[Literal["", "offline", "online"], needs_package("wandb")] = ""
     # W&B project; the group is the last folder of run.dir
     wandb_project: Annotated[str, read_with("log.wandb")] = "jaxpipe"
     # port at which process 0 serves the newest step's metrics to Prometheus, to all hosts without
-    # authentication; 0: none; needs the extra `prometheus`
-    prometheus_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    # authentication; 0: none
+    prometheus_port: Annotated[int, Meta(ge=0, le=65535), needs_package("prometheus_client")] = 0
     progress: bool = True  # show a progress line on terminals
     # first step that jax's profiler records; 0: none
     profile_start: Annotated[

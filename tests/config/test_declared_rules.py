@@ -7,7 +7,7 @@ from typing import Annotated, get_type_hints
 import msgspec
 import pytest
 
-from jaxpipe.config import Config, ConfigError, load
+from jaxpipe.config import Config, ConfigError, load, rules
 from jaxpipe.config.rules import (
     CUSTOM,
     at_most,
@@ -69,6 +69,9 @@ BROKEN = (
     "runtime.min_devices=3 -> parallel.pp",
     "runtime.min_devices=1 parallel.dp=-1 -> parallel.dp",
     "debug.print_messages=true parallel.pp=1 -> parallel.pp",
+    "data.source=dummy data.sources=[{path='a'}] -> data.sources",
+    "data.path=a data.sources=[{path='a'}] -> data.sources",
+    "data.path=a -> data.source",
     "data.heldout_fraction=0.1 data.source=file data.heldout_path=a -> data.heldout_path",
     "data.packing=best_fit data.shuffle=false -> data.shuffle",
     "data.max_documents=8 -> data.packing",
@@ -160,6 +163,24 @@ def test_no_declared_rule_is_without_a_case():
     assert cases <= declared
     of_a_product = {("runtime.min_devices", "parallel.tp")}  # its first factor has a case
     assert declared - cases == of_a_product
+
+
+@pytest.mark.parametrize(
+    ("overrides", "package"),
+    [
+        (["log.wandb=offline"], "wandb, which is not installed: pip install wandb, or"),
+        (["log.prometheus_port=9100"], "prometheus_client, which is not installed: pip install p"),
+        (
+            ["train.evaluate_every=2", "train.evaluate_tasks=['arc_easy']"],
+            "lm_eval, which is not installed: pip install -e '.[eval]', or leave train.evaluate_ev",
+        ),
+    ],
+)
+def test_a_missing_package_is_named(monkeypatch, overrides, package):
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        check_rules(load(BASE, overrides))
+    assert f" needs the package {package}" in str(caught.value)
 
 
 class Engine(msgspec.Struct, frozen=True):

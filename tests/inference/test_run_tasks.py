@@ -8,7 +8,6 @@ import pytest
 from commands import SMALL, metrics
 from several import ends, start_all
 
-from jaxpipe import config as configs
 from jaxpipe.checkpoint.listing import list_steps
 from jaxpipe.config import ConfigError
 from jaxpipe.inference.loaded_model import LoadedModel
@@ -16,8 +15,6 @@ from jaxpipe.inference.saved_model import SavedModel
 from jaxpipe.inference.scoring import Scorer
 from jaxpipe.inference.settings import inference_config
 from jaxpipe.inference.tasks import Tasks
-from jaxpipe.planning.rules import run as run_checks
-from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.train import main
 from jaxpipe.training import scores
 
@@ -139,13 +136,6 @@ def test_refusals(tmp_path, monkeypatch, capsys, words, sentence):
     error = capsys.readouterr().err
     assert sentence in error
     assert error.count("\n") == 1
-
-
-def test_a_missing_harness_is_named_with_its_command(monkeypatch):
-    monkeypatch.setattr(run_checks, "find_spec", lambda name: None)
-    tasks = ["train.evaluate_every=2", 'train.evaluate_tasks=["arc_easy"]']
-    with pytest.raises(ConfigError, match=r"lm-eval, which is not installed: pip install -e"):
-        check_settings(configs.load(SMALL, tasks))
 
 
 def test_a_task_of_the_harness(tmp_path, monkeypatch):

@@ -197,10 +197,10 @@ def test_load_rejects(overrides, message):
         (["parallel.layer_split=[2,1]"], r"layer split \[2, 1\] has 2 entries with sum 3"),
         (["parallel.layer_split=[4,0]"], "every stage needs a layer"),
         (["train.grad_accum_steps=1"], "grad_accum_steps=1 cannot fill parallel.pp=2 under 1f1b"),
-        (["data.sources=[{path='a.bin'}]", "data.path=b.bin"], "takes the place of data.source="),
         (["data.sources=[{path='a.bin', weight=0}]"], r"shares of the samples, but .* \[0.0\]"),
         (["data.sources=[{path=''}]"], "a table of data.sources has an empty path"),
-        (["data.path=x.bin"], "read only with data.source='file', but it is 'stdlib'"),
+        (["data.heldout_path=x"], "only with data.source='file' or data.sources, but .* 'stdlib'"),
+        (["data.ignore_columns=['a']"], "data.ignore_columns=.'a'. is read only with data.sour"),
     ],
 )
 def test_validate_rejects(overrides, message):

@@ -6,9 +6,7 @@ from jaxpipe.config import Config, ConfigError
 
 
 def _check_sources(config: Config) -> None:
-    """Raise `ConfigError` if paths of data are missing, or would not be read.
-
-    `data.sources` excludes `data.path`, and a `data.source` other than the default.
+    """Raise `ConfigError` if sources of data have nothing to read, or nothing reads files.
 
     `data.sources` must have weights with a finite sum above 0.
 
@@ -16,29 +14,26 @@ def _check_sources(config: Config) -> None:
 
     `data.source='file'` needs `data.path`, unless there are `data.sources`; a plan needs neither.
 
-    `data.path` and `data.heldout_path` need `data.source='file'`; with `data.sources` only the
-    latter may be given.
+    `data.heldout_path` needs `data.source='file'` or `data.sources`.
+
+    `data.ignore_columns` needs `data.source='file'` or `data.sources`.
     """
     data = config.data
-    if data.sources:
-        weights = [source.weight for source in data.sources]
-        if data.source != "stdlib" or data.path:
-            raise ConfigError(
-                f"data.sources takes the place of data.source={data.source!r} and data.path="
-                f"{data.path!r}: leave these out, or name the path among the sources."
-            )
-        if not 0 < sum(weights) < inf:
-            raise ConfigError(
-                f"the weights of data.sources are shares of the samples, but they are {weights}: "
-                f"give finite numbers, at least one of them above 0."
-            )
-        if not all(source.path for source in data.sources):
-            raise ConfigError("a table of data.sources has an empty path: name what it reads.")
-    elif data.source != "file" and (data.path or data.heldout_path):
+    weights = [source.weight for source in data.sources]
+    if weights and not 0 < sum(weights) < inf:
         raise ConfigError(
-            f"data.path and data.heldout_path are read only with data.source='file', but it is "
-            f"{data.source!r}: set data.source=file or leave the paths out."
+            f"the weights of data.sources are shares of the samples, but they are {weights}: "
+            f"give finite numbers, at least one of them above 0."
         )
+    if not all(source.path for source in data.sources):
+        raise ConfigError("a table of data.sources has an empty path: name what it reads.")
+    of_files = {"heldout_path": data.heldout_path, "ignore_columns": list(data.ignore_columns)}
+    for key, value in of_files.items():
+        if value and data.source != "file" and not data.sources:
+            raise ConfigError(
+                f"data.{key}={value!r} is read only with data.source='file' or data.sources, but "
+                f"data.source is {data.source!r}: set one of them, or leave data.{key} out."
+            )
 
 
 def _check_order(config: Config) -> None:

@@ -1,6 +1,4 @@
-"""Rules of the optimizer, of the checkpoint that a run starts from, and of its log."""
-
-from importlib.util import find_spec
+"""Rules of the optimizer, of the checkpoint that a run starts from, and of checks of its steps."""
 
 from jaxpipe.config import Config, ConfigError, is_custom
 from jaxpipe.planning.cost.costs import costs_of
@@ -91,43 +89,9 @@ def _check_corruption(config: Config) -> None:
         )
 
 
-def _check_log(config: Config) -> None:
-    """Raise `ConfigError` if what a run should log cannot be recorded.
-
-    `log.wandb` needs the package wandb, and `log.prometheus_port` the package prometheus_client.
-    """
-    log = config.log
-    for name, value, package in (
-        ("wandb", log.wandb, "wandb"),
-        ("prometheus_port", log.prometheus_port, "prometheus_client"),
-    ):
-        # A folder named wandb, such as wandb writes its logs to, is also found, but has no origin.
-        spec = find_spec(package) if value else None
-        if value and (spec is None or spec.origin is None):
-            raise ConfigError(
-                f"log.{name}={value!r} needs the package {package}, which is not installed: pip "
-                f"install {package}, or leave log.{name} out."
-            )
-
-
-def _check_tasks(config: Config) -> None:
-    """Raise `ConfigError` if the package that evaluates tasks is missing.
-
-    `train.evaluate_every` needs the package lm-eval.
-    """
-    train = config.train
-    if train.evaluate_every and find_spec("lm_eval") is None:
-        raise ConfigError(
-            f"train.evaluate_tasks={list(train.evaluate_tasks)} need the package lm-eval, which is "
-            f"not installed: pip install -e '.[eval]', or leave train.evaluate_every out."
-        )
-
-
 RUN_CHECKS = (
     _check_optimizer,
     _check_start,
     _check_spikes,
     _check_corruption,
-    _check_log,
-    _check_tasks,
 )
