@@ -35,7 +35,7 @@ from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.checkpoint.hf.write_config import write_config
 from jaxpipe.checkpoint.inspection import describe_checkpoint
 from jaxpipe.checkpoint.listing import find_newest
-from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
+from jaxpipe.checkpoint.orbax_port.errors import suppress_orbax_errors
 from jaxpipe.config import mask_secrets
 from jaxpipe.config.arguments import SETTINGS, Parser, parse_commands
 from jaxpipe.config.paths import any_path

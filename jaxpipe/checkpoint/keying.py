@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxpipe.checkpoint.handler import UnpaddedArray, copy_to_host
+from jaxpipe.checkpoint.orbax_port.handler import UnpaddedArray, copy_to_host
 from jaxpipe.core.executor.buffers import HOST, to_device, to_host
 from jaxpipe.core.mesh import (
     ParamSharding,

@@ -9,7 +9,6 @@ import orbax.checkpoint as ocp
 from jaxpipe.checkpoint.compatibility import Check, check_same_arrays, drop_absent_variables
 from jaxpipe.checkpoint.disk_keys import EMBED_HEAD, embed_head_key, rename_embed_head
 from jaxpipe.checkpoint.exclusion import Exclusion, leaves_by_name, replace_leaves
-from jaxpipe.checkpoint.handler import StateRestore, make_state_handler
 from jaxpipe.checkpoint.integrity import (
     check_files,
     has_checksums,
@@ -18,6 +17,7 @@ from jaxpipe.checkpoint.integrity import (
 )
 from jaxpipe.checkpoint.keying import StateKeying
 from jaxpipe.checkpoint.memory import return_freed_memory
+from jaxpipe.checkpoint.orbax_port.handler import StateRestore, make_state_handler
 from jaxpipe.config import ConfigError
 from jaxpipe.runtime.storage.files import AnyPath
 

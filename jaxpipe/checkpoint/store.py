@@ -11,16 +11,16 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxpipe.checkpoint.compatibility import Check
-from jaxpipe.checkpoint.handler import StateSave, make_state_handler
 from jaxpipe.checkpoint.integrity import FORMAT, DamagedError, add_checksum
 from jaxpipe.checkpoint.keying import StateKeying
 from jaxpipe.checkpoint.listing import check_writable, list_steps, list_unfinished, named_by_step
 from jaxpipe.checkpoint.movement import movement_of
-from jaxpipe.checkpoint.orbax_errors import suppress_orbax_errors
-from jaxpipe.checkpoint.orbax_stores import use_store_of
+from jaxpipe.checkpoint.orbax_port.errors import suppress_orbax_errors
+from jaxpipe.checkpoint.orbax_port.handler import StateSave, make_state_handler
+from jaxpipe.checkpoint.orbax_port.save_barrier import Manager, SaveBarrier
+from jaxpipe.checkpoint.orbax_port.stores import use_store_of
 from jaxpipe.checkpoint.restoring import Meta, Tree, read_state
 from jaxpipe.checkpoint.retention import LINEAGE, Retention
-from jaxpipe.checkpoint.save_barrier import Manager, SaveBarrier
 from jaxpipe.config import ConfigError
 from jaxpipe.runtime import position, processes
 from jaxpipe.runtime.group import Group

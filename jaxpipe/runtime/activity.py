@@ -28,7 +28,7 @@ class Activity(NamedTuple):
 _THREADS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py")
 _PROCESSES = (
     "/jaxpipe/runtime/coordination.py",
-    "/jaxpipe/checkpoint/save_barrier.py",
+    "/jaxpipe/checkpoint/orbax_port/save_barrier.py",
     "/multihost/multihost.py",  # Orbax's barriers
     "/futures/signaling_client.py",
 )

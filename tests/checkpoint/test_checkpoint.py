@@ -16,10 +16,10 @@ from commands import SMALL
 from jaxpipe import config as configs
 from jaxpipe.checkpoint import FORMAT, StateKeying, read_state
 from jaxpipe.checkpoint import keying as keying_module
-from jaxpipe.checkpoint.handler import copy_to_host
 from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.checkpoint.integrity import read_meta
 from jaxpipe.checkpoint.listing import list_steps
+from jaxpipe.checkpoint.orbax_port.handler import copy_to_host
 from jaxpipe.config import ConfigError
 from jaxpipe.training.trainer import Trainer
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from several import ends, start_all
 
-from jaxpipe.checkpoint.save_barrier import SaveBarrier
+from jaxpipe.checkpoint.orbax_port.save_barrier import SaveBarrier
 from jaxpipe.runtime import processes
 
 START, END, WRITTEN, COMMITTED = (

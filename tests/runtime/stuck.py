@@ -76,7 +76,7 @@ def in_save(stuck):
 
 
 def in_background_save(stuck):
-    from jaxpipe.checkpoint import handler
+    from jaxpipe.checkpoint.orbax_port import handler
 
     handler.write_checksums = at_call(1, handler.write_checksums, stuck)
 

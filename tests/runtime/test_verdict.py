@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxpipe.checkpoint import save_barrier
+from jaxpipe.checkpoint.orbax_port import save_barrier
 from jaxpipe.runtime import position
 from jaxpipe.runtime.activity import DEVICES, OWN_WORK, PROCESSES, activity
 from jaxpipe.runtime.hang_cause import Report, verdict

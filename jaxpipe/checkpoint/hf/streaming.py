@@ -21,7 +21,6 @@ from flax.traverse_util import unflatten_dict
 from orbax.checkpoint import type_handlers
 
 from jaxpipe.checkpoint.disk_keys import EMBED_HEAD, embed_head_key
-from jaxpipe.checkpoint.handler import StateHandler, StateSave
 from jaxpipe.checkpoint.hf.adapters import merging
 from jaxpipe.checkpoint.integrity import (
     FORMAT,
@@ -33,7 +32,8 @@ from jaxpipe.checkpoint.integrity import (
     succeed_on_all_processes,
 )
 from jaxpipe.checkpoint.listing import is_being_removed, is_complete
-from jaxpipe.checkpoint.orbax_stores import use_store_of
+from jaxpipe.checkpoint.orbax_port.handler import StateHandler, StateSave
+from jaxpipe.checkpoint.orbax_port.stores import use_store_of
 from jaxpipe.config import Config, ConfigError, from_builtins
 from jaxpipe.model.layers.lora import NAME
 from jaxpipe.runtime.storage.files import AnyPath, absolute

@@ -19,13 +19,13 @@ import xxhash
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxpipe.checkpoint.exclusion import leaves_by_name
-from jaxpipe.checkpoint.handler import HostArray
 from jaxpipe.checkpoint.integrity import (
     DamagedError,
     add_checksum,
     checksum_of_file,
     is_as_written,
 )
+from jaxpipe.checkpoint.orbax_port.handler import HostArray
 from jaxpipe.runtime import position
 from jaxpipe.runtime.storage import files as storage
 

@@ -2,7 +2,7 @@
 
 It asks in few places whether a path is Google's, and then writes in place, with a commit file last,
 through TensorStore's driver, which has one for S3 as well. Here these places learn of S3. They are
-no documented functions of Orbax: `tests/training/test_object_store_runs.py` runs all of them.
+no documented functions of Orbax.
 """
 
 import functools
