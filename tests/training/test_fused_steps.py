@@ -18,11 +18,11 @@ from toy import LENGTH, NOT_FINITE, TOY, init_toy, toy_params
 
 from jaxpipe import config as configs
 from jaxpipe.core.contract import StageFunctions
-from jaxpipe.core.executor import Execution, Pipeline, updates
+from jaxpipe.core.executor import Execution, Pipeline
 from jaxpipe.core.mesh import PP, make_mesh
 from jaxpipe.core.schedule import Lockstep
 from jaxpipe.schedules import build, fuse_steps
-from jaxpipe.training.fused import FusedSteps
+from jaxpipe.training.fused import FusedSteps, overlap
 from jaxpipe.training.trainer import Trainer
 
 LAYERS, STEPS, MICROBATCHES, EXAMPLES = 4, 4, 6, 4
@@ -143,7 +143,7 @@ def test_embed_head_in_shards_of_many_replicas_may_be_summed_otherwise():
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), got, want)
 
 
-class CountedTicks(updates._UpdatingTicks):
+class CountedTicks(overlap.UpdatingTicks):
     """Ticks that are counted; `ranks` has a pipeline rank for each tick that it has run."""
 
     ranks: ClassVar[list[int]] = []
@@ -158,7 +158,7 @@ def steps_of(schedule):
     """Return compiled steps that may skip one non-finite step in a row, and count their ticks."""
     how = TWICE if schedule == "zb_auto" else [f"parallel.schedule={schedule}"]
     steps = FusedSteps(trainer_of(*TWO, *how, CLIPS_NONE, "train.skip_non_finite=1"))
-    with mock.patch.object(updates, "_UpdatingTicks", CountedTicks):
+    with mock.patch.object(overlap, "UpdatingTicks", CountedTicks):
         counted(steps, BATCHES)
     return steps
 
@@ -234,7 +234,7 @@ def test_what_cannot_overlap(functions, execution, message):
     params = {"embed_head": shared, "layers": pipeline.layout(1).stack(layers)}
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(
-            partial(pipeline.run_updates, steps=2, update=None, accepts=None),
+            partial(overlap.run_updates, pipeline, steps=2, update=None, accepts=None),
             params,
             (),
             batch_at(0, 4, 2),

@@ -113,15 +113,17 @@ class EmbedHead:
 
         def run() -> Tree:
             dx = buffers.read(carry.embed_ring, row.dx_read) if deferred else carry.dx
-            rows, totals = step.rows(row.gradient_mb), carry.embed_head_gradients
-            if row.steps is not None:
-                totals = self.embed.reset(totals, row.steps.first_embed_gradient > 0)
-            return self._embed_gradient(step, dx, rows, totals)
+            rows = step.rows(row.gradient_mb)
+            return self._embed_gradient(step, dx, rows, self.sums_before_embed_gradient(carry, row))
 
         gradients = step.choose(
             lambda row: row.embed_gradient, row, run, lambda: carry.embed_head_gradients
         )
         return carry._replace(embed_head_gradients=gradients)
+
+    def sums_before_embed_gradient(self, carry: Carry, row: TableRow) -> Tree:
+        """Return the gradient sums to which the embedding adds its gradient in a tick."""
+        return carry.embed_head_gradients
 
     def run_on_all_ranks(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
         """Compute loss and embedding gradient for the last tick, and the embedding for this one."""

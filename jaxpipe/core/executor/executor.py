@@ -6,16 +6,14 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpipe.core.contract import Aux, StageFunctions, Tree
 from jaxpipe.core.executor.execution import Execution
-from jaxpipe.core.executor.fit import check_fit, check_overlapping_steps
+from jaxpipe.core.executor.fit import check_fit
 from jaxpipe.core.executor.program import DeviceProgram
 from jaxpipe.core.executor.reference import StepOutput
-from jaxpipe.core.executor.updates import Accepts, Update, UpdateOutputs, UpdatingProgram
-from jaxpipe.core.mesh import PP, Sharding, StageLayout, batch_spec, map_stage_stacked
+from jaxpipe.core.mesh import PP, Sharding, StageLayout, batch_spec
 from jaxpipe.core.mesh.flags import is_trained, select
 from jaxpipe.core.schedule import Schedule, Tables, forward_only, lower
 
@@ -133,48 +131,6 @@ class Pipeline:
         """
         return self._run(self.tables, params, batch, variables, loss_scale)
 
-    def run_updates(
-        self, params: Tree, moments: Tree, batch: Tree, steps: Any, update: Update,
-        accepts: Accepts, variables: Tree = None,
-    ) -> UpdateOutputs:  # fmt: skip
-        """Run steps that overlap, up to the gradients of the first that is not accepted.
-
-        Args:
-          params: stage-stacked params.
-          moments: optimizer state; its stage-stacked trees are sharded like `params`, other leaves
-            (a count, say) are replicated.
-          batch: arrays `[N * M, B, ...]`, the microbatches of N steps one after the other.
-          steps: number of steps to run at most, 1..N; an int or int32 scalar.
-          update: `(gradients, moments, params, accepted) -> (params, moments)`, with `accepted` a
-            bool scalar, without which nothing changes. It runs on a device's shards and must
-            therefore be elementwise.
-          accepts: `(losses, norm, terms) -> bool`, of a step's head losses (a scalar or `[K]`),
-            gradient norm and number of loss terms: whether `update` is the update of the step.
-          variables: the model's variables. `next_variables` must compute the entries that a layer
-            reads from these entries, and from sums and maxima of this layer.
-
-        Returns:
-          An `UpdateOutputs`; the caller makes the update of its last step.
-
-        Raises `ValueError` also for options that overlapping steps do not support (`updates.py`).
-        """
-        check_fit(self, params, batch)
-        check_overlapping_steps(self.schedule, self.execution)
-        specs, all_have = self.sharding.partition_specs(params), PartitionSpec()
-        of_moments = map_stage_stacked(
-            self.sharding.partition_specs, moments, lambda leaf: all_have
-        )
-        outlives = specs, of_moments
-        of_gradients = select(is_trained(self.sharding.param_shardings(params)), specs)
-        program = self._rank_program(self.tables, params, self.schedule.updates)
-        return jax.shard_map(
-            UpdatingProgram(program, update, accepts),
-            mesh=self.mesh,
-            in_specs=(*outlives, all_have, batch_spec(), all_have, PartitionSpec(None, PP)),
-            out_specs=UpdateOutputs(*outlives, all_have, of_gradients, *(all_have,) * 6),
-            check_vma=False,
-        )(params, moments, variables, batch, jnp.int32(steps), self.tables.columns)
-
     def losses_and_gradients(
         self, params: Tree, batch: Tree, variables: Tree = None
     ) -> tuple[jax.Array, Tree]:
@@ -201,7 +157,7 @@ class Pipeline:
         specs, all_have, rows = self.sharding.partition_specs(params), PartitionSpec(), batch_spec()
         of_gradients = select(is_trained(self.sharding.param_shardings(params)), specs)
         return jax.shard_map(
-            self._rank_program(tables, params),
+            self.device_program(tables, params),
             mesh=self.mesh,
             in_specs=(specs, rows, all_have, PartitionSpec(None, PP)),
             out_specs=StepOutput(
@@ -216,9 +172,13 @@ class Pipeline:
             check_vma=False,  # not differentiated; psums in layers have their own VJPs
         )
 
-    def _rank_program(self, tables: Tables, params: Tree, steps: int = 0) -> DeviceProgram:
-        layout, stored = self.layout(len(params["layers"])), self.sharding.param_shardings(params)
-        return DeviceProgram(self.functions, tables, self.execution, layout, stored, steps)
+    def device_program(
+        self, tables: Tables, params: Tree, program: Callable[..., DeviceProgram] = DeviceProgram
+    ) -> DeviceProgram:
+        """Return what a device runs; `program` takes the fields of `DeviceProgram` in order."""
+        shardings = self.sharding.param_shardings(params)
+        layout = self.layout(len(params["layers"]))
+        return program(self.functions, tables, self.execution, layout, shardings)
 
 
 def loss_and_gradients(

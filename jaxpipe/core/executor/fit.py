@@ -7,9 +7,7 @@ import jax
 import numpy as np
 
 from jaxpipe.core.contract import Tree
-from jaxpipe.core.executor.execution import Execution
 from jaxpipe.core.mesh import PP, REPLICA_AXES
-from jaxpipe.core.schedule import Schedule
 
 if TYPE_CHECKING:
     from jaxpipe.core.executor.executor import Pipeline
@@ -62,20 +60,3 @@ def _check_batch(pipeline: "Pipeline", batch: Tree) -> None:
                 f"a batch leaf has shape {shape}: it needs [M, B, ...] with the "
                 f"schedule's M={microbatches} and B a multiple of dp={dp}."
             )
-
-
-def check_overlapping_steps(schedule: Schedule, how: Execution) -> None:
-    """Raise `ValueError` for options that steps that overlap (`updates.py`) do not support."""
-    lockstep = how.lockstep
-    if lockstep.vocab_parallel or how.reshard_after_forward or schedule.slices > 1:
-        raise ValueError(
-            f"{schedule.name} with updates={schedule.updates}: steps overlap only where ranks "
-            f"have full embeddings, heads, layers and sequences, but "
-            f"vocab_parallel={lockstep.vocab_parallel}, "
-            f"reshard_after_forward={how.reshard_after_forward}, slices={schedule.slices}."
-        )
-    if how.divides_at_end:
-        raise ValueError(
-            f"{schedule.name} with updates={schedule.updates}: steps that overlap have no loss "
-            f"scale, which compute_dtype=float16 needs: use bfloat16, or run steps in turn."
-        )

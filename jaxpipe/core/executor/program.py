@@ -36,7 +36,6 @@ class DeviceProgram:
       execution: execution options.
       layout: which layer is in which layer slot.
       shardings: `ParamSharding` of every parameter.
-      steps: number of steps in a schedule with updates (`updates.py`); 0: one step, no update.
     """
 
     functions: StageFunctions
@@ -44,7 +43,6 @@ class DeviceProgram:
     execution: Execution
     layout: StageLayout
     shardings: Tree
-    steps: int = 0
 
     def __call__(
         self, params: Tree, batch: Tree, unsharded: tuple[Tree, jax.Array | None], columns: TableRow
@@ -86,7 +84,7 @@ class DeviceProgram:
         mirrored = self.layout.placement.mirrored_from is not None
         chunks = own.chunks(self.layout, kinds, mirrored=mirrored)
         gradients = own.gradient_shapes(chunks) if self.tables.has_gradients else None
-        work = DeviceWork(self._embed_head(step, x, rows), chunks, kinds)
+        work = DeviceWork(self.embed_head(step, x, rows), chunks, kinds)
         return work, step, work.first_carry(step, x, rows, gradients)
 
     def _kinds(
@@ -147,7 +145,7 @@ class DeviceProgram:
         elif self.execution.divides_at_end:
             # Gradients of the unnormalised loss stay in float16's range; `unscale` divides them
             # by the number of the head's terms at the end of the step.
-            factor = divisor(self._total(counts, loss.dtype))
+            factor = divisor(self.total(counts, loss.dtype))
             head_seed, unscale = jnp.ones_like(factor), 1 / factor
         return StepData(
             tables=self.tables,
@@ -166,16 +164,16 @@ class DeviceProgram:
         """Apply a count, or several, to every microbatch and sum it over replicas: `[M]` each."""
         return lax.psum(jax.vmap(count)(batch), REPLICA_AXES)
 
-    def _total(self, counts: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Return the total of counts `[M]`, a scalar, or `[N]` for a schedule of N steps."""
-        return total_count(counts.reshape(self.steps, -1) if self.steps else counts, dtype)
+    def total(self, counts: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Return the total of counts `[M]`, by which losses are divided."""
+        return total_count(counts, dtype)
 
     def _share(self, counts: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Return one over the total of counts; 0 where the total is 0."""
-        total = self._total(counts, dtype)
+        total = self.total(counts, dtype)
         return jnp.where(total > 0, 1 / divisor(total), 0)
 
-    def _embed_head(self, step: StepData, x: Any, rows: Tree) -> EmbedHead:
+    def embed_head(self, step: StepData, x: Any, rows: Tree) -> EmbedHead:
         """Trace embedding and head at the shapes of `x` and `rows`."""
         functions, params = self.functions, step.embed_head
         trained = is_trained(self.shardings["embed_head"])

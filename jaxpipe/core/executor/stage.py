@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpipe.core.contract import Context, LayerOutput, Tree
 from jaxpipe.core.mesh.flags import merge, select
@@ -63,15 +62,6 @@ class EmbedHeadFunction:
         known = dict(zip(closed.jaxpr.constvars, closed.consts))
         known |= dict(zip(jax.tree.leaves(inputs), jax.tree.leaves(arguments)))
         return run_slice(closed.jaxpr, known, outputs)
-
-    def reset(self, total: Tree, is_reset: jax.Array) -> Tree:
-        """Return `total` with zeros for the used leaves where the flag `is_reset` is set."""
-        used = jax.tree.map(lambda leaf: jnp.where(is_reset, 0, leaf), select(self.used, total))
-        return merge(self.used, used, total)
-
-    def unused(self, total: Tree) -> Tree:
-        """Return `total` without the used leaves."""
-        return jax.tree.map(lambda used, leaf: None if used else leaf, self.used, total)
 
 
 def add_gradients(total: Tree, gradients: Tree) -> Tree:

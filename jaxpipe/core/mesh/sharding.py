@@ -144,27 +144,6 @@ class ParamSharding:
             return self.reduce_scatter(gradient, axes).astype(own)
         return self.shard(lax.psum(gradient, axes).astype(own), axes)
 
-    @property
-    def replicated_over_pp(self) -> "ParamSharding":
-        """The same sharding, except that every pipeline rank has a copy."""
-        names = tuple(tuple(axis for axis in entry if axis != PP) for entry in self.dim_axes)
-        summed = tuple(axis for axis in self.param.partial_grad_axes if axis != PP)
-        return replace(self, dim_axes=names, param=replace(self.param, partial_grad_axes=summed))
-
-    def gather_over_pp(self, part: jax.Array) -> jax.Array:
-        """This device's shard under `replicated_over_pp`, from its stored shard."""
-        return self.replicated_over_pp.shard(self.gather(part, {PP, *REPLICA_AXES}), REPLICA_AXES)
-
-    def scatter_from_owner(self, held: jax.Array, owns: jax.Array) -> jax.Array:
-        """This device's stored shard, from the owner's shard under `replicated_over_pp`.
-
-        Args:
-          held: a shard under `replicated_over_pp`; it counts on one pipeline rank alone.
-          owns: boolean scalar, true on that pipeline rank.
-        """
-        whole = self.replicated_over_pp.gather(jnp.where(owns, held, 0), REPLICA_AXES)
-        return self.shard(self.reduce_scatter(whole, {PP}), REPLICA_AXES)
-
     def pad(self, leaf: jax.Array) -> jax.Array:
         """Append the padding to a full array."""
         return self._with_padding(leaf, self._axes)

@@ -58,8 +58,9 @@ class AlteredPipeline(Pipeline):
         """The altered tables."""
         return self.alter_tables(super().tables)
 
-    def _rank_program(self, *arguments: Any) -> DeviceProgram:
-        own = super()._rank_program(*arguments)
+    def device_program(self, *arguments: Any) -> DeviceProgram:
+        """What a device runs, with altered runs of layers."""
+        own = super().device_program(*arguments)
         of_own = [getattr(own, field.name) for field in fields(own)]
         return AlteredProgram(*of_own, self.alter_run)
 

@@ -1,22 +1,5 @@
-"""Several steps in one program: every rank updates its stages once their gradients are complete.
+"""Ticks of several steps, in which ranks complete and validate steps (`overlap.py`)."""
 
-The update runs in a two-way cond at the end of a tick. It reads the gradient sums and does not
-write them; a cond of their own resets them in the next tick. The embedding is the exception: the
-first gradient of a step overwrites its sum, since XLA on GPU would copy a sum that two conds write
-if one of them adds to it by anything but a matmul. Actions read parameters from the carry.
-Embedding and head, otherwise sharded over pp, are replicated on all pipeline ranks during these
-steps, and the rank that computes them updates them.
-
-A rank does not wait for the others: it goes on with the parameters that its gradients give as they
-are, and keeps both the gradients and the state before the update. Once all ranks have completed the
-step, in a tick that the tables give, they exchange its squared gradient norm and loss. If the
-caller accepts these, all ranks make the update. Otherwise the loop ends, and the gradients are
-returned with the state before the update: what ranks have computed of the next step is lost, and no
-other step (post-validation: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 4; its
-ranks hand partial norms on, because they share no ticks).
-"""
-
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,45 +11,46 @@ from jax import lax
 
 from jaxpipe.core.contract import Aux, Tree
 from jaxpipe.core.executor.carry import Carry
+from jaxpipe.core.executor.embed_head import EmbedHead
 from jaxpipe.core.executor.parameters import DeviceParameters
 from jaxpipe.core.executor.program import DeviceProgram, aux_of, reduce_aux
+from jaxpipe.core.executor.reference import total_count
 from jaxpipe.core.executor.step_data import StepData
 from jaxpipe.core.executor.tick import DeviceWork
-from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, ParamSharding, map_stage_stacked
-from jaxpipe.core.mesh.flags import choose, merge
+from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, ParamSharding
+from jaxpipe.core.mesh.flags import choose, merge, select
 from jaxpipe.core.schedule import TableRow
 
 Update = Callable[[Tree, Tree, Tree, jax.Array], tuple[Tree, Tree]]
 Accepts = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-_EVERY = (PP, *REPLICA_AXES)
+EVERY = (PP, *REPLICA_AXES)
 
 
-class UpdateOutputs(NamedTuple):
-    """The outputs of several steps, up to the gradients of the last.
+class StepsEmbedHead(EmbedHead):
+    """Embedding and head whose first gradient of a step overwrites the embedding's sum."""
 
-    Attributes:
-      params, moments, variables: before the update of the last step, with the structure and
-        sharding of the inputs.
-      gradients: of the last step, with the structure and sharding of `params`; None for frozen
-        parameters.
-      updates: number of updates, int32; the number of the last step, counted from 0.
-      losses: each microbatch's share of its step's loss, `[N * M]` or `[N * M, K]`.
-      aux_losses: its share of the layers' auxiliary losses, `[N * M]`; None: they have none.
-      counts: number of terms of the head's losses in each microbatch, `[N * M]`.
-      squares: squared gradient norm of each step, float32 `[N]`.
-      aux: layers' sums and maxima of each step, `[N, ...]`; steps after the last are incomplete.
-    """
+    def sums_before_embed_gradient(self, carry: Carry, row: TableRow) -> Tree:
+        """Return the gradient sums, zero for the embedding before its first gradient of a step."""
+        totals, is_first = carry.embed_head_gradients, row.steps.first_embed_gradient > 0
+        used = select(self.embed.used, totals)
+        used = jax.tree.map(lambda leaf: jnp.where(is_first, 0, leaf), used)
+        return merge(self.embed.used, used, totals)
 
-    params: Tree
-    moments: Tree
-    variables: Tree
-    gradients: Tree
-    updates: jax.Array
-    losses: jax.Array
-    aux_losses: jax.Array | None
-    counts: jax.Array
-    squares: jax.Array
-    aux: Aux
+
+@dataclass(frozen=True)
+class StepsProgram(DeviceProgram):
+    """The ticks of several steps; `steps` is their number."""
+
+    steps: int = 1
+
+    def total(self, counts: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Return the total of counts `[N * M]` for each of the N steps."""
+        return total_count(counts.reshape(self.steps, -1), dtype)
+
+    def embed_head(self, *arguments: Any) -> StepsEmbedHead:
+        """As of `DeviceProgram`, but steps do not add up."""
+        one = super().embed_head(*arguments)
+        return StepsEmbedHead(one.embed, one.head, one.outputs, one.split)
 
 
 class RankStep(NamedTuple):
@@ -111,111 +95,13 @@ class ValidState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UpdatingProgram:
-    """Several steps as one device runs them.
-
-    Attributes:
-      program: the program that runs the ticks.
-      update: `(gradients, moments, params, accepted) -> (params, moments)`, elementwise since it
-        runs on a device's shards of stage-stacked trees; unchanged unless the flag `accepted` is
-        true.
-      accepts: `(loss, norm, terms) -> flag`: whether the update of a step is `update`, from its
-        losses, gradient norm and number of loss terms.
-    """
-
-    program: DeviceProgram
-    update: Update
-    accepts: Accepts
-
-    def __call__(
-        self, params: Tree, moments: Tree, variables: Tree, batch: Tree, steps: jax.Array,
-        columns: TableRow,
-    ) -> UpdateOutputs:  # fmt: skip
-        """Run at most `steps` steps, up to the first that is not accepted."""
-        program = self.program
-        params, moments = self._map_embed_head(ParamSharding.gather_over_pp, (params, moments))
-        own = DeviceParameters.gather(params, self._stored, program.execution)
-        work, data, carry = program.start(own, batch, variables, None)
-        self._check(work)
-        ticks = _UpdatingTicks(
-            work, data, own, program, self._stored, self.update, self.accepts, steps,
-            (carry.aux, carry.statistics),
-        )  # fmt: skip
-        columns = jax.tree.map(lambda column: column[:, 0], columns)
-
-        def tick(loop: tuple) -> tuple:
-            number, *states = loop
-            row = jax.tree.map(lambda column: column[number], columns)
-            return number + 1, *ticks.tick(*states, row)
-
-        state = ValidState(
-            params, moments, variables, jnp.int32(0),
-            jnp.zeros(program.steps, jnp.float32), jnp.bool_(True),
-        )  # fmt: skip
-        first = jnp.int32(0), carry, ticks.first_step(carry), state
-        _, carry, step, state = lax.while_loop(lambda loop: loop[-1].goes_on, tick, first)
-        params, moments, gradients = self._map_embed_head(
-            ParamSharding.scatter_from_owner,
-            (state.params, state.moments, step.gradients), ticks.owned,
-        )  # fmt: skip
-        losses = lax.psum((carry.losses, carry.aux_losses), _EVERY)
-        return UpdateOutputs(
-            params, moments, state.variables, gradients, state.updates, *losses,
-            data.counts, state.squares, reduce_aux(step.aux, (PP,)),
-        )  # fmt: skip
-
-    @property
-    def _stored(self) -> Tree:
-        """Shardings during the steps: embedding and head are replicated over pp."""
-        stored = self.program.shardings
-        return stored | {
-            "embed_head": jax.tree.map(lambda how: how.replicated_over_pp, stored["embed_head"])
-        }
-
-    def _map_embed_head(self, change: Callable[..., jax.Array], tree: Tree, *more: Tree) -> Tree:
-        """Apply `change` to the `embed_head` parameters of every stage-stacked tree."""
-
-        def own(how: ParamSharding, leaf: Tree, *more: jax.Array) -> Tree:
-            return jax.tree.map(lambda array: change(how, array, *more), leaf)  # or there is none
-
-        def of(node: Tree) -> Tree:
-            stored = self.program.shardings["embed_head"]
-            return node | {"embed_head": jax.tree.map(own, stored, node["embed_head"], *more)}
-
-        return map_stage_stacked(of, tree)
-
-    def _check(self, work: DeviceWork) -> None:
-        """Raise `ValueError` where the model is not made for overlapping steps.
-
-        They exclude outputs, and parameters of embedding and head that several ranks would update:
-        tied ones, and those that layers read.
-        """
-        rows = any(kind.output.aux.per_example for kind in work.kinds)
-        if rows or self.program.functions.outputs:
-            raise ValueError(
-                "steps that overlap return nothing by microbatch but losses: use functions without "
-                "outputs, and layers without `Aux.per_example`, or run steps in turn."
-            )
-        if any(chunk.reads_embed_head for chunk in work.chunks):
-            raise ValueError(
-                "layers read the parameters of embedding and head (LayerKind.reads), and several "
-                "ranks would update them: run steps in turn."
-            )
-        used = work.embed_head.embed.used, work.embed_head.head.used
-        if any(jax.tree.leaves(jax.tree.map(operator.and_, *used))):
-            raise ValueError(
-                "embedding and head read the same leaf, and two ranks would update it: untie them, "
-                "or run steps in turn."
-            )
-
-
-@dataclass(frozen=True)
-class _UpdatingTicks:
+class UpdatingTicks:
     """Ticks with updates.
 
     Attributes:
       work, data, own: with the parameters of the first step.
-      program, stored, update, accepts: as in `UpdatingProgram`; how parameters are sharded.
+      program, update, accepts: as in `UpdatingProgram` (`overlap.py`).
+      stored: how parameters are sharded during the steps.
       steps: number of steps to run at most.
       empty: auxiliary outputs and statistics before the first microbatch of a step.
     """
@@ -223,7 +109,7 @@ class _UpdatingTicks:
     work: DeviceWork
     data: StepData
     own: DeviceParameters
-    program: DeviceProgram
+    program: StepsProgram
     stored: Tree
     update: Update
     accepts: Accepts
@@ -244,7 +130,7 @@ class _UpdatingTicks:
     ) -> tuple[Carry, RankStep, ValidState]:
         """Run one tick as a row of the tables says; at its end complete and validate steps."""
         embed, embed_head = self.work.embed_head.embed, carry.embed_head_gradients
-        sums = embed.unused(embed_head), carry.layer_gradients
+        sums = _unused(embed.used, embed_head), carry.layer_gradients
         nothing = partial(jax.tree.map, jnp.zeros_like, sums)
         others, layers = lax.cond(restarts := row.steps.step_restart > 0, nothing, lambda: sums)
         embed_head = merge(embed.used, embed_head, others)
@@ -292,7 +178,7 @@ class _UpdatingTicks:
             of_all.reshape(self.program.steps, -1, *of_all.shape[1:])[number].sum(0)
             for of_all in (carry.losses, counts)
         )
-        loss, square = lax.psum(losses, _EVERY), lax.psum(step.square, (*_EVERY, TP))
+        loss, square = lax.psum(losses, EVERY), lax.psum(step.square, (*EVERY, TP))
         aux = reduce_aux(jax.tree.map(lambda of: of[number], step.aux), (PP,))
         goes_on = self.accepts(loss, jnp.sqrt(square), terms) & (number + 1 < self.steps)
         params, moments = self.update(step.gradients, state.moments, state.params, goes_on)
@@ -343,3 +229,8 @@ class _UpdatingTicks:
         tables, head = self.data.tables, self.work.embed_head.head
         (first,), (last,) = tables.first_ranks, tables.last_ranks
         return jax.tree.map(lambda used: lax.axis_index(PP) == (last if used else first), head.used)
+
+
+def _unused(used: Tree, sums: Tree) -> Tree:
+    """Return `sums` without the used leaves."""
+    return jax.tree.map(lambda is_used, leaf: None if is_used else leaf, used, sums)

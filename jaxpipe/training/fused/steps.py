@@ -1,7 +1,7 @@
 """Several steps in one program (`train.fused_steps`), which overlap as far as the schedule allows.
 
 Every pipeline rank goes on with an unclipped update as soon as its own gradients are complete. The
-norm over all ranks is known a little later (`core/executor/updates.py`). A step that must be
+norm over all ranks is known a little later (`overlap.py`). A step that must be
 clipped, is not finite or has no target ends the overlap: its gradients get the update of a single
 step, and the steps after it overlap again, from their beginning. Such a step costs what its overlap
 with the next would have saved; no gradient of it is computed twice. The bits are those of single
@@ -24,6 +24,7 @@ from jaxpipe.core.executor import Pipeline
 from jaxpipe.core.executor.reference import StepOutput
 from jaxpipe.core.mesh.flags import choose
 from jaxpipe.schedules import fuse_steps
+from jaxpipe.training.fused.overlap import run_updates
 from jaxpipe.training.state import State
 from jaxpipe.training.step_guard import StepGuard
 from jaxpipe.training.step_metrics import step_metrics
@@ -129,8 +130,8 @@ class FusedSteps:
         """
         trainer, train = self.trainer, self.trainer.config.train
         most = jnp.where(state.guard.stops(train), 1, most)  # a run that has stopped has no update
-        outputs = self.pipeline.run_updates(
-            state.params, state.optimizer, batch, most, self._update, self._accepts,
+        outputs = run_updates(
+            self.pipeline, state.params, state.optimizer, batch, most, self._update, self._accepts,
             state.variables,
         )  # fmt: skip
         last, of_steps = outputs.updates, (outputs.losses, outputs.counts, outputs.aux_losses)
