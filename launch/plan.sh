@@ -3,6 +3,6 @@
 # Paths are relative to the user's working directory.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-prepare
+prepare pictures
 cd "$here"
 exec "$root/.venv/bin/python" -m jaxpipe.plan "$@"

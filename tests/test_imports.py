@@ -23,6 +23,7 @@ ROWS = [
     {"run"},
     {"lab"},
     {"train", "plan", "profile", "score", "generate", "evaluate", "verify", "bench"},
+    {"__main__"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 

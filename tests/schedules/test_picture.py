@@ -224,6 +224,12 @@ def test_errors(tmp_path):
             draw_figure(stuck, tmp_path / "a.svg", lockstep=lockstep)
 
 
+def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ScheduleError, match=r"pip install 'jaxpipe\[pictures\]'"):
+        draw_figure(small("1f1b"), tmp_path / "a.svg")
+
+
 def test_matplotlib_waits_until_a_picture_is_drawn(tmp_path):
     code = """
 import sys

@@ -93,7 +93,8 @@ def draw_figure(
       unit: the unit of `memory`, for the axis label.
       source: where the costs are from, for the title.
 
-    Raises `ScheduleError` for another suffix and where the schedule cannot finish.
+    Raises `ScheduleError` for another suffix, where the schedule cannot finish, and without
+    matplotlib.
     """
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:
@@ -102,8 +103,12 @@ def draw_figure(
     title = _build_title(schedule, rows, " · lockstep" if lockstep else "")
     title += f" · {source}" if source else ""
     time = "time (one F, B or W = 1)" if costs is None else "time (unit of the costs)"
-    from matplotlib import style
-
+    try:
+        from matplotlib import style
+    except ImportError as error:
+        raise ScheduleError(
+            f"{path.name}: drawing needs the package matplotlib: pip install 'jaxpipe[pictures]'."
+        ) from error
     with style.context(["default", _STYLE]):
         _save(_build_figure(schedule, rows, title, time, unit), path, title)
 
