@@ -33,10 +33,10 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 DecayRate = Annotated[float, Meta(ge=0, lt=1)]
 Temperature = Annotated[float, Meta(ge=1e-6, le=1e6)]
-_OF_ROWS = "it is computed of the log-probabilities of whole rows, and of nothing else"
-_BETWEEN = "the state is there between two programs, of so many steps each"
 LossRow = Annotated[str, Meta(pattern=r"^[A-Za-z_]\w*(\[[1-9]\d{0,5}\])?$")]
 
+_OF_ROWS = "it is computed from the log-probabilities of whole rows alone"
+_BETWEEN = "a program runs that many steps, and the state exists only between two programs"
 
 Model = TypeVar("Model", bound=ModelConfig)
 
