@@ -34,12 +34,12 @@ def check_fit(pipeline: "Pipeline", params: Tree, batch: Tree) -> None:
             f"{schedule.name} has {stages} stages, {chunks} a rank, so it needs {stages} "
             f"counts, and for every chunk as many slots as its longest stage has layers."
         )
-    how = pipeline.execution
-    if how.unroll_layers is not None and (how.offload_layers or pipeline.tables.pairs):
+    execution, pairs = pipeline.execution, pipeline.tables.pairs
+    if execution.unroll_layers is not None and (execution.offload_layers or pairs):
         raise ValueError(
-            f"unroll_layers={how.unroll_layers} with offload_layers={how.offload_layers} and "
-            f"{len(pipeline.tables.pairs)} pairs of actions: a loop over layers is for neither; "
-            f"leave unroll_layers None."
+            f"unroll_layers={execution.unroll_layers} with "
+            f"offload_layers={execution.offload_layers} and {len(pairs)} pairs of actions: a loop "
+            f"over layers is for neither; leave unroll_layers None."
         )
     _check_batch(pipeline, batch)
 

@@ -117,10 +117,10 @@ class LayerRun:
             if gradient is None:
                 return total
             gradient = gradient.astype(total.dtype)
-            for stored in sharding:
-                if stored.dim_of(DP) is not None:
-                    gradient = stored.reduce_over_replicas(
-                        gradient, stored.zero_axes, self.reduce_dtype
+            for of_leaf in sharding:
+                if of_leaf.dim_of(DP) is not None:
+                    gradient = of_leaf.reduce_over_replicas(
+                        gradient, of_leaf.zero_axes, self.reduce_dtype
                     )
             if self.row is None:
                 return add(total, gradient)

@@ -45,13 +45,13 @@ class DeviceProgram:
     shardings: Tree
 
     def __call__(
-        self, params: Tree, batch: Tree, unsharded: tuple[Tree, jax.Array | None], columns: TableRow
+        self, shards: Tree, batch: Tree, unsharded: tuple[Tree, jax.Array | None], columns: TableRow
     ) -> StepOutput:
         """Run the step; `unsharded` are variables and loss scale, or None."""
-        own = DeviceParameters.gather(
-            params, self.shardings, self.execution, for_layers=self._reads_embed_head
+        params = DeviceParameters.gather(
+            shards, self.shardings, self.execution, for_layers=self._reads_embed_head
         )
-        work, step, carry = self.start(own, batch, *unsharded)
+        work, step, carry = self.start(params, batch, *unsharded)
         closing = closing_tick(self.tables, self.execution)
         columns = jax.tree.map(lambda column: column[:, 0], columns)
         carry = run_ticks(work, step, carry, columns, closing)
@@ -59,12 +59,12 @@ class DeviceProgram:
         losses, aux_losses = lax.psum((carry.losses, carry.aux_losses), every)
         rows = {name: lax.psum(value, PP) for name, value in carry.aux.per_example.items()}
         aux = reduce_aux(aux_of(carry), every)._replace(per_example=rows)
-        outputs = jax.tree.map(lambda own: lax.psum(own, PP), carry.outputs)
+        outputs = jax.tree.map(lambda leaf: lax.psum(leaf, PP), carry.outputs)
         if not self.tables.has_gradients:
             return StepOutput(losses, None, aux, outputs, step.counts, aux_losses)
         sums = carry.embed_head_gradients, carry.layer_gradients, carry.read_gradients
         marks = fingerprint(sums).reshape((1,) * 5) if self.execution.fingerprints else None
-        gradients = own.gradients(*sums, reduced=closing is not None)
+        gradients = params.gradients(*sums, reduced=closing is not None)
         if step.unscale is not None:
             gradients = jax.tree.map(lambda gradient: gradient * step.unscale, gradients)
         return StepOutput(losses, gradients, aux, outputs, step.counts, aux_losses, marks)
@@ -74,37 +74,38 @@ class DeviceProgram:
         return any(kind.reads for kind in self.functions.kinds_by_name.values())
 
     def start(
-        self, own: DeviceParameters, batch: Tree, variables: Tree, loss_scale: jax.Array | None
+        self, params: DeviceParameters, batch: Tree, variables: Tree, loss_scale: jax.Array | None
     ) -> tuple[DeviceWork, StepData, Carry]:
         """Return the work of every tick, what no tick changes, and the carry of the first."""
         rows = jax.eval_shape(lambda batch: jax.tree.map(lambda a: a[0], batch), batch)
-        x = jax.eval_shape(self.functions.embed, own.embed_head, rows)
-        kinds, counts = self._kinds(own, x, rows, variables)
-        step = self._step_data(own, x, rows, batch, variables, loss_scale, counts)
+        x = jax.eval_shape(self.functions.embed, params.embed_head, rows)
+        kinds, counts = self._kinds(params, x, rows, variables)
+        step = self._step_data(params, x, rows, batch, variables, loss_scale, counts)
         mirrored = self.layout.placement.mirrored_from is not None
-        chunks = own.chunks(self.layout, kinds, mirrored=mirrored)
-        gradients = own.gradient_shapes(chunks) if self.tables.has_gradients else None
+        chunks = params.chunks(self.layout, kinds, mirrored=mirrored)
+        gradients = params.gradient_shapes(chunks) if self.tables.has_gradients else None
         work = DeviceWork(self.embed_head(step, x, rows), chunks, kinds)
         return work, step, work.first_carry(step, x, rows, gradients)
 
     def _kinds(
-        self, own: DeviceParameters, x: Any, rows: Tree, variables: Tree
+        self, params: DeviceParameters, x: Any, rows: Tree, variables: Tree
     ) -> tuple[tuple[TracedKind, ...], dict[str, Callable[[Tree], Tree]]]:
         """Trace the layer kind of every ring group at this device's shapes.
 
         The second value counts the terms of the auxiliary losses of the kinds that have some.
         """
         index = jax.ShapeDtypeStruct((), jnp.int32)
-        context = Context(rows, index, None, variables, own.embed_head_of_layers)
+        context = Context(rows, index, None, variables, params.embed_head_of_layers)
         trained = is_trained(self.shardings["embed_head"])
-        trains, how, layout = self.tables.has_gradients, self.execution, self.layout
-        policy, offloaded = (how.policy, how.offload_layers) if trains else (None, 0)
+        layout, policy, offloaded = self.layout, None, 0
+        if self.tables.has_gradients:
+            policy, offloaded = self.execution.policy, self.execution.offload_layers
         functions, slots = self.functions.kinds_by_name, layout.slot_kinds
         runs = {slots[run.start]: (i, len(run)) for i, run in enumerate(layout.runs)}
 
         @cache
         def traced(name: str) -> TracedKind:
-            layer = own.layer_shapes(*runs[name])
+            layer = params.layer_shapes(*runs[name])
             return TracedKind.trace(name, functions[name], layer, x, context, policy, trained)
 
         @cache
@@ -117,17 +118,17 @@ class DeviceProgram:
             for group in layout.ring_groups
         )
         counts = {
-            kind.name: kind.loss_counts(own.layer_shapes(*runs[kind.name]), x, context)
+            kind.name: kind.loss_counts(params.layer_shapes(*runs[kind.name]), x, context)
             for kind in {kind.name: kind for kind in kinds}.values()
             if kind.output.aux.losses
         }
         return kinds, counts
 
     def _step_data(
-        self, own: DeviceParameters, x: Any, rows: Tree, batch: Tree, variables: Tree,
+        self, params: DeviceParameters, x: Any, rows: Tree, batch: Tree, variables: Tree,
         loss_scale: jax.Array | None, loss_counts: Mapping[str, Callable[[Tree], Tree]],
     ) -> StepData:  # fmt: skip
-        loss = jax.eval_shape(self.functions.head, own.embed_head, x, rows)
+        loss = jax.eval_shape(self.functions.head, params.embed_head, x, rows)
         names = self.functions.losses
         if loss.shape != (() if len(names) == 1 else (len(names),)):
             raise ValueError(
@@ -150,8 +151,8 @@ class DeviceProgram:
         return StepData(
             tables=self.tables,
             execution=self.execution,
-            embed_head=own.embed_head,
-            embed_head_of_layers=own.embed_head_of_layers,
+            embed_head=params.embed_head,
+            embed_head_of_layers=params.embed_head_of_layers,
             batch=batch,
             variables=variables,
             head=Mean(share, head_seed),
@@ -175,14 +176,14 @@ class DeviceProgram:
 
     def embed_head(self, step: StepData, x: Any, rows: Tree) -> EmbedHead:
         """Trace embedding and head at the shapes of `x` and `rows`."""
-        functions, params = self.functions, step.embed_head
+        functions, embed_head = self.functions, step.embed_head
         trained = is_trained(self.shardings["embed_head"])
-        head = EmbedHeadFunction.trace(functions.head, trained, params, x, rows)
+        head = EmbedHeadFunction.trace(functions.head, trained, embed_head, x, rows)
         return EmbedHead(
-            embed=EmbedHeadFunction.trace(functions.embed, trained, params, rows),
+            embed=EmbedHeadFunction.trace(functions.embed, trained, embed_head, rows),
             head=head,
             outputs=functions.outputs,
-            split=head.split(params, x, rows) if self.tables.has_gradients else None,
+            split=head.split(embed_head, x, rows) if self.tables.has_gradients else None,
         )
 
 

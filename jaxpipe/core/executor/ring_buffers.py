@@ -78,8 +78,8 @@ def values_by_use(
     They are `separate` where residuals are offloaded to the host, and where cells pair F with B: in
     such a branch a shared ring buffer would make B wait for what F writes.
     """
-    stored, stashed = {"for_b": residuals.for_b, "for_w": residuals.for_w}, {"stash": stash}
-    return (stored, stashed) if separate else (stored | stashed, {})
+    by_f, by_b = {"for_b": residuals.for_b, "for_w": residuals.for_w}, {"stash": stash}
+    return (by_f, by_b) if separate else (by_f | by_b, {})
 
 
 def ring_lengths(

@@ -54,7 +54,7 @@ class DeviceWork:
     def with_params(self, params: Tree) -> "DeviceWork":
         """Return the work with other parameters of the layers, in the form of `params`."""
         chunks = (
-            Chunk(tuple(replace(run, params=own) for run, own in zip(chunk.runs, of_chunk)))
+            Chunk(tuple(replace(run, params=new) for run, new in zip(chunk.runs, of_chunk)))
             for chunk, of_chunk in zip(self.chunks, params)
         )
         return replace(self, chunks=tuple(chunks))

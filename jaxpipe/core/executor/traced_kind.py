@@ -62,8 +62,8 @@ class TracedKind:
         if policy is None:
             output = jax.eval_shape(kind.layer, params, x, context)
         else:
-            own = is_trained(param_specs_of(kind.param_specs, params, of_layer=True))
-            flags = Weights(own, embed_head_of(kind, trained))
+            of_layer = is_trained(param_specs_of(kind.param_specs, params, of_layer=True))
+            flags = Weights(of_layer, embed_head_of(kind, trained))
             split = split_layer(
                 kind.layer, params, x, context, policy, kind.keep, kind.statistics, flags
             )
@@ -109,9 +109,9 @@ class TracedKind:
 
     def with_rings(self, tables: Tables, layers: int = 1, *, on_host: bool = False) -> "TracedKind":
         """Return the kind with ring buffers of `layers` layers for these tables."""
-        stored = (self.split.residuals, self.split.stash) if self.has_gradients else (NOTHING, ())
+        values = (self.split.residuals, self.split.stash) if self.has_gradients else (NOTHING, ())
         rings = RingBuffers.of(
-            *stored, self.state, tables.rank_slots,
+            *values, self.state, tables.rank_slots,
             pairs=bool(tables.pairs), layers=layers, on_host=on_host,
         )  # fmt: skip
         return replace(self, rings=rings)

@@ -12,7 +12,7 @@ from jaxpipe.core.contract import Tree
 
 def is_trained(params: Tree) -> Tree:
     """Whether each parameter has a gradient, from its `ParamSpec` or `ParamSharding`."""
-    return jax.tree.map(lambda how: how.trained, params)
+    return jax.tree.map(lambda param: param.trained, params)
 
 
 def select(flags: Tree, tree: Tree) -> Tree:

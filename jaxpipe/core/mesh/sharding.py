@@ -80,8 +80,8 @@ class ParamSharding:
     @property
     def as_consumed(self) -> "ParamSharding":
         """The sharding of the parameter gathered for compute: over `param.sharded_axes` alone."""
-        own = self.param.sharded_axes
-        names = tuple(tuple(axis for axis in entry if axis in own) for entry in self.dim_axes)
+        axes = self.param.sharded_axes
+        names = tuple(tuple(axis for axis in entry if axis in axes) for entry in self.dim_axes)
         padding = tuple(more * bool(entry) for more, entry in zip(self.padding, names))
         return replace(self, dim_axes=names, padding=padding)
 
@@ -110,14 +110,14 @@ class ParamSharding:
         size = self._less_padding(part.shape, axes)
         return lax.slice(part, (0,) * part.ndim, size) if size != part.shape else part
 
-    def shard(self, whole: jax.Array, axes: Collection[str]) -> jax.Array:
+    def shard(self, full: jax.Array, axes: Collection[str]) -> jax.Array:
         """This device's shard over these mesh axes: the inverse of `gather`."""
-        whole = self._with_padding(whole, axes)
+        full = self._with_padding(full, axes)
         for axis in self._cutting(axes):
             dim = self.dim_of(axis)
-            size = whole.shape[dim] // lax.axis_size(axis)
-            whole = lax.dynamic_slice_in_dim(whole, lax.axis_index(axis) * size, size, dim)
-        return whole
+            size = full.shape[dim] // lax.axis_size(axis)
+            full = lax.dynamic_slice_in_dim(full, lax.axis_index(axis) * size, size, dim)
+        return full
 
     def reduce_scatter(self, gradient: jax.Array, axes: Collection[str]) -> jax.Array:
         """Reduce-scatter over these mesh axes; all-reduce over those that do not shard it."""
@@ -137,12 +137,12 @@ class ParamSharding:
 
         Without `scatter` the gradient is all-reduced first and then sharded.
         """
-        own, axes = gradient.dtype, tuple(sorted(axes))
+        given_dtype, axes = gradient.dtype, tuple(sorted(axes))
         if dtype is not None and math.prod(map(lax.axis_size, axes)) > 1:
             gradient = gradient.astype(dtype)
         if scatter or not axes:
-            return self.reduce_scatter(gradient, axes).astype(own)
-        return self.shard(lax.psum(gradient, axes).astype(own), axes)
+            return self.reduce_scatter(gradient, axes).astype(given_dtype)
+        return self.shard(lax.psum(gradient, axes).astype(given_dtype), axes)
 
     def pad(self, leaf: jax.Array) -> jax.Array:
         """Append the padding to a full array."""
@@ -207,7 +207,9 @@ class Sharding:
 
     def pad(self, tree: Tree) -> Tree:
         """Append the padding to every leaf of a stage-stacked tree."""
-        return jax.tree.map(lambda stored, leaf: stored.pad(leaf), self.param_shardings(tree), tree)
+        return jax.tree.map(
+            lambda sharding, leaf: sharding.pad(leaf), self.param_shardings(tree), tree
+        )
 
     def cast_frozen(self, tree: Tree, dtype: Any) -> Tree:
         """The tree with frozen parameters in the dtype in which they are stored."""
@@ -220,7 +222,7 @@ class Sharding:
 
     def partition_specs(self, tree: Tree) -> Tree:
         """`PartitionSpec` of every leaf of a stage-stacked tree."""
-        return jax.tree.map(lambda stored: stored.partition_spec, self.param_shardings(tree))
+        return jax.tree.map(lambda sharding: sharding.partition_spec, self.param_shardings(tree))
 
     def named_shardings(self, tree: Tree) -> Tree:
         """`NamedSharding` of every leaf of a stage-stacked tree."""
@@ -256,16 +258,16 @@ class Sharding:
         if leaf.shape is None:
             return self._planned(given, leaf, of_layer=of_layer)
         shape = (*given[:1], *leaf.shape) if of_layer else leaf.shape
-        how = self._planned(shape, leaf, of_layer=of_layer)
-        if given in (shape, tuple(map(operator.add, shape, how.padding))):
-            return how
+        sharding = self._planned(shape, leaf, of_layer=of_layer)
+        if given in (shape, tuple(map(operator.add, shape, sharding.padding))):
+            return sharding
         return self._planned(given, _PLAIN, of_layer=of_layer)
 
     def _planned(self, shape: Sequence[int], leaf: ParamSpec, *, of_layer: bool) -> ParamSharding:
-        how = plan_sharding(
+        plan = plan_sharding(
             shape, leaf, self.mesh.shape, is_layer=of_layer, zero_stage=self.zero_stage
         )
-        return ParamSharding(how.dim_axes, leaf, how.padding)
+        return ParamSharding(plan.dim_axes, leaf, plan.padding)
 
 
 def param_specs_of(leaves: Tree, arrays: Tree, *, of_layer: bool) -> Tree:

@@ -35,9 +35,9 @@ _LAYOUT = {
 
 def _save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Store the outputs of weight matmuls, all-reduced or reduce-scattered, and of attention."""
-    stored = "dot_product_attention", "fp8_ragged_dot", "psum", "ragged_dot", "reduce_scatter"
+    prefixes = "dot_product_attention", "fp8_ragged_dot", "psum", "ragged_dot", "reduce_scatter"
     name = params["name"] if primitive.name == "name" else primitive.name
-    if name.startswith(stored) or name == PRODUCT:
+    if name.startswith(prefixes) or name == PRODUCT:
         return True
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
 
@@ -119,15 +119,15 @@ def find_crossing(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, .
     stash = [var for var in from_b_or_f if var in handed]
     for_w = [var for var in from_b_or_f if var in saved]
     b_and_stash = [*b_outputs, *stash]
-    in_whole_b = equations_to(jaxpr, b_and_stash, free | saved | after)
-    from_f = reads(in_whole_b, b_and_stash)
+    in_b_and_stash = equations_to(jaxpr, b_and_stash, free | saved | after)
+    from_f = reads(in_b_and_stash, b_and_stash)
     if {*from_f} & {*state} or {*from_b_or_f} & {*state, *next_state}:
         raise ValueError(
             "the gradient of a layer of slices may read the state that the layer returns, in B, "
             "but not the state that it is given."
         )
     for_b = [var for var in from_f if var in saved and var not in for_w]
-    in_backward = {var for eqn in in_whole_b for var in eqn.outvars}
+    in_backward = {var for eqn in in_b_and_stash for var in eqn.outvars}
     gathers = (eqn.outvars[0] for eqn in in_w if eqn.primitive.name == "all_gather")
     gathered = tuple(var for var in gathers if var in in_backward)
     residuals = Residuals(tuple(for_b), tuple(for_w))
@@ -169,15 +169,15 @@ def _repeated(jaxpr: Jaxpr, saved: set[Var], on_x: set[Var]) -> set[Var]:
         for eqn in jaxpr.eqns
         if eqn.primitive.name in _ELEMENTWISE and on_x.issuperset(eqn.outvars)
     ]
-    stored = set(saved)
+    remaining = set(saved)
     for var in [var for eqn in reversed(cheap) for var in eqn.outvars if var in saved]:
-        derivable = stored - {var}
+        derivable = remaining - {var}
         for eqn in cheap:
             if derivable.issuperset(on_x.intersection(variables_in(eqn))):
                 derivable.update(eqn.outvars)
         if var in derivable:
-            stored.remove(var)
-    return saved - stored
+            remaining.remove(var)
+    return saved - remaining
 
 
 def _only_rearranges(eqn: JaxprEqn) -> bool:

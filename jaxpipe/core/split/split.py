@@ -148,9 +148,9 @@ class LayerSplit:
         return self._run(params, context, known, self._ports.gradients_of_w)
 
     def _known(self, context: Context, residuals: Residuals, dy: Cotangent) -> dict[Var, Any]:
-        ports, stored = self._ports, self._crossing.residuals
+        ports, crossing = self._ports, self._crossing.residuals
         known = dict(zip(jax.tree.leaves(ports.output.state), jax.tree.leaves(context.state)))
-        known |= dict(zip((*stored.for_b, *stored.for_w), (*residuals.for_b, *residuals.for_w)))
+        known |= dict(zip((*crossing.for_b, *crossing.for_w), (*residuals.for_b, *residuals.for_w)))
         known |= {ports.dy.value: dy.value} | dict(zip(ports.dy.state, dy.state))
         return known | self._seed(dy.losses)
 
