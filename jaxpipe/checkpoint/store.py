@@ -285,9 +285,15 @@ class CheckpointStore:
                 )
 
     def _set_aside(self, step: int) -> AnyPath:
-        names = itertools.chain([f"damaged-{step}"], (f"damaged-{step}-{i}" for i in range(2, 99)))
-        aside = next(path for name in names if not (path := self.directory / name).exists())
-        self._group.barrier("name for a damaged step")  # before the first renames it
+        def name() -> str:
+            names = [f"damaged-{step}", *(f"damaged-{step}-{i}" for i in range(2, 99))]
+            with as_os_errors():
+                return next(name for name in names if not (self.directory / name).exists())
+
+        found = self._group.from_first(
+            "name for a damaged step", lambda: retry(name, str(self.directory), self._say)
+        )
+        aside = self.directory / found
         with self._group.first_before_others(f"removal of damaged step {step}"):
             if self._group.is_first:
                 try:

@@ -97,11 +97,15 @@ class Exports:
 
     def remove_after(self, last_step: int) -> None:
         """Remove the exports of steps after `last_step`, to which the run went back."""
-        if not (self._every and processes.first() and self._exports.is_dir()):
-            return
-        for folder in self._exports.iterdir():
+        if self._every and processes.first():
+            retry(partial(self._remove_later, last_step), str(self._exports), self._say)
+
+    def _remove_later(self, last_step: int) -> None:
+        with as_os_errors():
+            folders = list(self._exports.iterdir()) if self._exports.is_dir() else []
+        for folder in folders:
             if folder.name.isdigit() and int(folder.name) > last_step:
-                retry(partial(remove_tree, folder), str(self._exports), self._say)
+                remove_tree(folder)
 
     def _work(self) -> None:
         while (step := self._steps.get()) is not None:

@@ -97,6 +97,10 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
 
+class NotReachedError(OSError):
+    """The other host does not answer."""
+
+
 def fetch(address: str, word: str, name: str, offset: int = 0, size: int = -1) -> bytes:
     """Read a file of the server at `host:port`, or `size` bytes of it; raises `OSError`."""
     if size == 0:
@@ -123,7 +127,7 @@ def _request(
         if answer.length:
             raise OSError("the file ends too early")
     except (OSError, http.client.HTTPException) as error:
-        raise OSError(f"{address} does not answer: {first_line(error)}") from error
+        raise NotReachedError(f"{address} does not answer: {first_line(error)}") from error
     finally:
         connection.close()
     if answer.status >= 300:

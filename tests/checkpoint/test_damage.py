@@ -118,6 +118,28 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_taken(tmp_path, two, stat
     assert (tmp_path / "damaged-3-2" / "_CHECKPOINT_METADATA").exists()
 
 
+def test_a_disk_that_hesitates_does_not_keep_a_damaged_one(
+    tmp_path, two, state_and_keying, monkeypatch
+):
+    state, keying = state_and_keying
+    shutil.copytree(two, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "3" / "meta")
+    errors = iter([OSError(errno.EIO, "Input/output error")])
+
+    def exists(path, real=Path.exists):
+        if path.name.startswith("damaged") and (error := next(errors, None)):
+            raise error
+        return real(path)
+
+    said = []
+    with open_at(tmp_path, keying) as checkpoints:
+        monkeypatch.setattr(Path, "exists", exists)
+        _, meta = checkpoints.restore(state, said.append)
+    assert meta["position"] == 2
+    assert next(errors, None) is None
+    assert (tmp_path / "damaged-3").is_dir()
+
+
 REASONS = [MemoryError("std::bad_alloc"), TypeError("an int, not a str"),
            OSError(errno.EIO, "Input/output error"), PermissionError(errno.EACCES, "denied"),
            ValueError("RESOURCE_EXHAUSTED: Out of memory")]  # fmt: skip

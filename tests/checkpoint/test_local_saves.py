@@ -1,5 +1,6 @@
 """Local saves: pieces of a state, from which it is restored on any mesh."""
 
+import errno
 import shutil
 
 import jax
@@ -13,6 +14,7 @@ from jaxpipe.checkpoint.exclusion import leaves_by_name
 from jaxpipe.checkpoint.local.saves import LocalSaves, neighbour_of, run_word
 from jaxpipe.config import ConfigError, load
 from jaxpipe.planning.rules.across import check_settings
+from jaxpipe.runtime.file_server import NotReachedError
 from jaxpipe.runtime.group import Group
 from jaxpipe.training.trainer import Trainer
 
@@ -147,6 +149,30 @@ def test_a_disk_that_is_full_is_reported_once(small, tmp_path, monkeypatch):
     (warning,) = run.said
     assert "the local save of step 6 failed (no space)" in warning
     assert folders(tmp_path) == ["5"]
+
+
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), "; make room in checkpoint.local_dir."),
+        (PermissionError(errno.EACCES, "denied"), "; make checkpoint.local_dir writable."),
+        (NotReachedError("b:1 does not answer"), "; let the hosts reach each other."),
+        (MemoryError("none"), "the one before it stays."),
+    ],
+)
+def test_a_failure_is_reported_with_its_remedy(small, tmp_path, monkeypatch, error, end):
+    run, state = small
+    restart(run, tmp_path)
+
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxpipe.checkpoint.local.saves.write_piece", fail)
+        run.save(6, state)
+        run.saves.wait(run.said.append)
+    (warning,) = run.said
+    assert warning.endswith(end)
 
 
 @pytest.mark.extended

@@ -2,10 +2,12 @@
 
 import contextlib
 import errno
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -224,6 +226,38 @@ def test_an_outage_of_the_store_is_waited_out_by_a_copy(store, monkeypatch):
 
     monkeypatch.setattr(object_stores, "_read", read)
     assert (storage.local_copy(f"{ROOT}/tokens") / "a.bin").read_bytes() == b"a" * 100
+
+
+def test_a_store_that_does_not_answer_at_the_start_is_asked_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    failures = iter([TimeoutError(errno.ETIMEDOUT, "timed out")])
+
+    def download(address, folder, is_wanted):
+        if error := next(failures, None):
+            raise error
+        assert not is_wanted("checkpoints/2/x")
+        (folder / "metrics.jsonl").write_text("old")
+
+    monkeypatch.setattr(storage, "download", download)
+    said = []
+    spool = Spool("s3://bucket/run", said.append, Group())
+    spool._begin()
+    assert (spool.folder / "metrics.jsonl").read_text() == "old"
+    assert "s3://bucket/run does not answer" in said[0]
+
+
+def test_files_may_vanish_while_another_process_copies(tmp_path, monkeypatch):
+    for name in "abc":
+        (tmp_path / name).write_bytes(b"x" * 10)
+
+    def stat(path):
+        if path.endswith("b"):
+            raise FileNotFoundError(path)
+        return os.stat(path)
+
+    monkeypatch.setattr(object_stores, "os", SimpleNamespace(walk=os.walk, path=os.path, stat=stat))
+    assert object_stores._bytes_below(tmp_path) == 20
+    assert object_stores._bytes_below(tmp_path / "none") == 0
 
 
 def test_only_the_files_that_are_named_are_copied(store):

@@ -1,9 +1,11 @@
 """Weights out of a run: streamed in Hugging Face's names, and exported while it trains."""
 
+import errno
 import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,6 +114,24 @@ def test_exports_of_steps_that_were_rolled_back_are_removed(tmp_path):
     config = configs.load(SMALL, [f"run.dir={tmp_path}", "checkpoint.export_every=2"])
     Exports(config, print).remove_after(4)
     assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["2", "4"]
+
+
+def test_a_disk_that_hesitates_does_not_keep_exports(tmp_path, monkeypatch):
+    (tmp_path / "exports" / "6").mkdir(parents=True)
+    config = configs.load(SMALL, [f"run.dir={tmp_path}", "checkpoint.export_every=2"])
+    errors = iter([OSError(errno.EIO, "Input/output error")])
+
+    def iterdir(path, real=Path.iterdir):
+        if error := next(errors, None):
+            raise error
+        return real(path)
+
+    said = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", iterdir)
+        Exports(config, said.append).remove_after(4)
+    assert not list((tmp_path / "exports").iterdir())
+    assert "does not answer" in said[0]
 
 
 def test_an_export_is_of_a_checkpoint():

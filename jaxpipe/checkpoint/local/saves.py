@@ -33,9 +33,10 @@ from jaxpipe.checkpoint.local.shard_files import (
     write_piece,
 )
 from jaxpipe.config import first_line
-from jaxpipe.runtime.file_server import FileServer, fetch, host_for_others, send
+from jaxpipe.runtime.file_server import FileServer, NotReachedError, fetch, host_for_others, send
 from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage import files as storage
+from jaxpipe.runtime.storage.errors import remedy_of
 
 Tree = Any
 Meta = dict[str, Any]
@@ -112,17 +113,17 @@ class LocalSaves:
             return
         (save, written), self._pending = self._pending, None
         error = written.exception()
-        reasons = self._group.gather("local save", first_line(error) if error else "")
-        was_failed, self._failed = self._failed, any(reasons)
+        failures = self._group.gather("local save", json.dumps(_failure(error)) if error else "")
+        was_failed, self._failed = self._failed, any(failures)
         if self._failed:
             self._remove(save.__eq__)
         else:  # pieces of the next save of this start may arrive already
             self._remove(lambda other: other.start != self._start or other.step < save.step)
         if self._failed and not was_failed:
+            reason, remedy = json.loads(next(filter(None, failures)))
             say(
-                f"warning: the local save of step {save.step} failed "
-                f"({next(filter(None, reasons))}): training goes on, and the one before it stays; "
-                f"make room in checkpoint.local_dir, or let the hosts reach each other."
+                f"warning: the local save of step {save.step} failed ({reason}): training goes on, "
+                f"and the one before it stays{remedy and '; '}{remedy}."
             )
 
     def clear(self, say: Say) -> None:
@@ -276,6 +277,13 @@ class LocalSaves:
             return fetch(address, self._word, f"{name}{suffix}", offset, size)
         except OSError as error:
             raise DamagedError(f"{name}{suffix} cannot be read ({first_line(error)})") from error
+
+
+def _failure(error: BaseException) -> tuple[str, str]:
+    """The reason why a save failed, and what to do about it; "" where that is not known."""
+    if isinstance(error, NotReachedError):
+        return first_line(error), "let the hosts reach each other"
+    return first_line(error), remedy_of(error, "checkpoint.local_dir")
 
 
 Copies = dict[int, list[tuple[int, str]]]  # by piece: processes that have it, and its file there

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import os
 import posixpath
 import time
 from collections.abc import Iterator
@@ -129,9 +130,19 @@ def alone(lock: Path, copy: Path) -> Iterator[None]:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                sizes = [path.stat().st_size for path in copy.rglob("*") if path.is_file()]
-                if sum(sizes) != before:
+                size = _bytes_below(copy)
+                if size != before:
                     position.beat()
-                before = sum(sizes)
+                before = size
                 time.sleep(_LOOK_SECONDS)
         yield
+
+
+def _bytes_below(folder: Path) -> int:
+    """The bytes of all files below a folder, of which another process may rename any."""
+    size = 0
+    for base, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += os.stat(os.path.join(base, name)).st_size
+    return size

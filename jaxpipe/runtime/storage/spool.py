@@ -12,6 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from jaxpipe.config import ConfigError
@@ -115,7 +116,12 @@ class Spool:
         for path in self.folder.iterdir():
             if path.name != LOCK:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        storage.download(self._address, self.folder, lambda n: n.partition("/")[0] not in _STAYS)
+
+        def is_wanted(name: str) -> bool:
+            return name.partition("/")[0] not in _STAYS
+
+        fetch = partial(storage.download, self._address, self.folder, is_wanted)
+        retry(fetch, self._address, self._guard.say)
         self._uploaded = dict(self._files())
 
     def _files(self) -> Iterator[tuple[str, tuple[int, int]]]:
