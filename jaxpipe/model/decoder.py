@@ -15,7 +15,7 @@ from flax import nnx
 from jaxpipe.core.contract import Context, LayerKind, LayerOutput, Names, Rounds, StageFunctions
 from jaxpipe.core.contract.devices import OneDevice
 from jaxpipe.core.contract.parameter import ParamSpec
-from jaxpipe.model.attention.causal import CachedKeys
+from jaxpipe.model.attention.keys import Cache
 from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
 from jaxpipe.model.layers.dropout import NO_MASKS, Dropout, Masks
@@ -187,16 +187,16 @@ class CausalDecoder:
 
         In a ring S counts the tokens of the group of devices that exchange heads.
         """
-        (heads, *widths), sequence = self.cached, self.sharing.sequence
+        sequence = self.sharing.sequence
         tokens = self.sharing.slices * self._length(x) * sequence.size // sequence.ring
-        return tuple(jnp.zeros((x.shape[0], tokens, heads, width), x.dtype) for width in widths)
+        return tuple(jnp.zeros((x.shape[0], tokens, *size), x.dtype) for size in self.cached)
 
     @property
-    def cached(self) -> tuple[int, int, int]:
-        """Heads of a token's cached keys and values, and the widths of a key and of a value."""
+    def cached(self) -> tuple[tuple[int, int], ...]:
+        """Heads and width of each array that is cached of a token's keys (`Keys.parts`)."""
         heads = max(self.config.key_heads // self.sharing.devices.size, 1)
         heads = max(heads // max(self.sharing.sequence.heads, 1), 1)
-        return heads, self.config.head_size, self.config.value_size
+        return (heads, self.config.head_size), (heads, self.config.value_size)
 
     def head(self, embed_head: Tree, x: jax.Array, rows: Tree) -> jax.Array:
         """Summed cross-entropy of the microbatch in nats; with `z_loss` both losses, `[2]`."""
@@ -276,7 +276,7 @@ class CausalDecoder:
     def _given(self, x: jax.Array, context: Context) -> LayerInputs:
         """The arguments of a layer call besides the stream."""
         return LayerInputs(
-            self._past(x, context),
+            self._cache(x, context),
             self._masks(context.rows, context.index, self._length(x)),
             self._documents(context.rows),
             self.ops.precision.dot(self.products, self.sharing.devices, context),
@@ -293,11 +293,11 @@ class CausalDecoder:
             )
         return RowDocuments(rows["segments"], rows["positions"])
 
-    def _past(self, x: jax.Array, context: Context) -> CachedKeys | None:
+    def _cache(self, x: jax.Array, context: Context) -> Cache | None:
         """Keys and values of earlier slices; None without slices."""
         if self.sharing.slices == 1:
             return None
-        return CachedKeys(*context.state, self._begin(context.rows, self._length(x)))
+        return Cache(context.state, self._begin(context.rows, self._length(x)))
 
     def _begin(self, rows: Tree, length: int) -> jax.Array | int:
         """Number of the sequence's tokens in earlier slices."""

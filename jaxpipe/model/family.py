@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Self
 import msgspec
 from msgspec import Meta
 
-from jaxpipe.core.contract.sequence import FullSequence
+from jaxpipe.model.attention.case import AttentionCase
 from jaxpipe.model.published import HuggingFace, architecture
 
 if TYPE_CHECKING:
@@ -119,54 +119,28 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """
         return {}
 
-    def unmet_needs(self, platform: str, *, dtype: str, deterministic: bool) -> Iterator[str]:
-        """Yield a sentence for every requirement that is not met.
+    def unmet_by_attention(self, case: AttentionCase, tp: int) -> Iterator[str]:
+        """Yield a sentence for every reason why attention cannot be computed as the case asks.
 
         Args:
-          platform: `jax.Device.platform`.
-          dtype: `train.compute_dtype`.
-          deterministic: `train.deterministic`.
-        """
-        return iter(())
-
-    def unmet_by_context(self, sequence: FullSequence, *, tp: int, packed: bool) -> Iterator[str]:
-        """Yield a sentence for every reason why replicas cannot share sequences as `sequence` does.
-
-        Args:
-          sequence: how the replicas share a sequence.
-          tp: number of devices that share each layer of a replica.
-          packed: whether rows hold several documents.
+          case: of which the model fills in its own part.
+          tp: number of devices that share each layer.
 
         `parallel.cp_method` must be `gather` in families of models that implement no other.
+
+        `data.packing` must be `none` in families of models that cannot keep documents apart.
         """
-        if sequence.heads:
+        if case.sequence.heads:
             yield (
                 f"replicas that share a sequence reach all of it by parallel.cp_method=gather "
                 f"alone in models of the family {self.family!r}: set that, or choose another "
                 f"model.family."
             )
-
-    def unmet_by_slices(self) -> Iterator[str]:
-        """Yield a sentence for every reason why sequences cannot come in slices."""
-        return iter(())
-
-    def unmet_by_packing(
-        self, capability: float | None, rows: tuple[int, int], *, dtype: str, tp: int
-    ) -> Iterator[str]:
-        """Yield a sentence for every reason why documents in a packed row cannot be kept apart.
-
-        Args:
-          capability: the GPUs' compute capability; None: there are no GPUs, or it is not yet known.
-          rows: rows that a device computes at once, and tokens per row.
-          dtype: dtype in which it computes.
-          tp: number of devices that share each layer.
-
-        `data.packing` must be `none` in families of models that cannot keep documents apart.
-        """
-        yield (
-            f"the documents of a packed row see each other in models of the family "
-            f"{self.family!r}: set data.packing=none, or choose another model.family."
-        )
+        if case.documents:
+            yield (
+                f"the documents of a packed row see each other in models of the family "
+                f"{self.family!r}: set data.packing=none, or choose another model.family."
+            )
 
 
 class Model(Protocol):

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpipe.model.attention.blocks import KeyBlock, QueryBlock
-from jaxpipe.model.attention.causal import CausalAttention, causal_attention, grouped_attention
+from jaxpipe.model.attention.causal import CausalAttention
+from jaxpipe.model.attention.keys import Keys
+from jaxpipe.model.attention.plain import causal_attention, grouped_attention
 from jaxpipe.model.kernels.cudnn_attention import FusedBlocks
 
 HEADS = [(4, 4), (4, 2), (6, 1)]
@@ -97,7 +99,7 @@ def test_the_fused_kernel_is_told_the_window(window, monkeypatch):
     monkeypatch.setattr(f"{fused}.check_compute_capability", lambda _: True)
     shape = jax.ShapeDtypeStruct((2, 128, 4, 64), "bfloat16")
     attend = CausalAttention(kernel="cudnn", window=window)
-    text = str(jax.make_jaxpr(attend)(shape, shape, shape))
+    text = str(jax.make_jaxpr(lambda q, k, v: attend(q, Keys((k, v)))[0])(shape, shape, shape))
     assert f"sliding_window_length={window or None}\n" in text
     assert "mask_type=MaskType.CAUSAL" in text
 
@@ -106,7 +108,8 @@ def test_the_fused_kernel_is_told_the_window(window, monkeypatch):
 def test_so_is_that_of_wide_heads(window):
     """Only lowering, which needs no GPU, with heads as wide as those of DeepSeek."""
     shape = jax.ShapeDtypeStruct((2, 128, 4, 192), "bfloat16")
-    run = jax.jit(lambda *given: CausalAttention(kernel="cudnn", window=window)(*given)[0])
+    attend = CausalAttention(kernel="cudnn", window=window)
+    run = jax.jit(lambda q, k, v: attend(q, Keys((k, v)))[0])
     text = run.trace(shape, shape, shape).lower(lowering_platforms=("cuda",)).as_text()
     assert f"sliding_window_length\\22: {window}" in text
     assert "mask_type\\22: \\22CAUSAL\\22" in text

@@ -9,9 +9,12 @@ import pytest
 from oracles import ragged
 
 from jaxpipe.core.contract.devices import ONE_DEVICE
-from jaxpipe.model.attention.causal import CachedKeys, CausalAttention, causal_attention
+from jaxpipe.model.attention.causal import CausalAttention
+from jaxpipe.model.attention.keys import Cache, Keys
+from jaxpipe.model.attention.plain import causal_attention
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments, _PackedLayout, shard_documents
 from jaxpipe.model.layers.dropout import Dropout, Masks
+from jaxpipe.model.layers.parts import LayerInputs
 
 ROWS = ((7, 2, 3), (12,), (1, 4, 5, 1), ())  # document lengths in rows of 12; the rest is padding
 
@@ -72,7 +75,8 @@ def equal(found, wanted):
 def test_the_plain_kernel_is_each_document_alone(window):
     with jax.enable_x64(True):
         given, of = arguments(), documents()
-        plain = lambda q, k, v: CausalAttention(window=window)(q, k, v, documents=of)[0]  # noqa: E731
+        attend, inputs = CausalAttention(window=window, documents=4), LayerInputs(documents=of)
+        plain = lambda q, k, v: attend(q, Keys((k, v)), inputs)[0]  # noqa: E731
         wanted = values_and_gradients(partial(reference, window=window), given, of)
         equal(values_and_gradients(plain, given, of), wanted)
 
@@ -103,13 +107,14 @@ def test_another_documents_values_have_no_gradient_at_all():
 def fused(q, k, v, of, window=0, parts=1):
     """Run the fused kernel on the full row, or slice by slice in order."""
     attend, own = CausalAttention(kernel="cudnn", window=window, documents=4), q.shape[1] // parts
-    past = CachedKeys(jnp.full_like(k, 7), jnp.full_like(v, 7), 0) if parts > 1 else None
+    past = Cache((jnp.full_like(k, 7), jnp.full_like(v, 7)), 0) if parts > 1 else None
     mixed = []
     for begin in range(0, q.shape[1], own):
         part = slice(begin, begin + own)
         documents = RowDocuments(*(leaf[:, part] for leaf in of))
         past = past and past._replace(begin=jnp.int32(begin))
-        y, past = attend(*(a[:, part] for a in (q, k, v)), past, documents=documents)
+        keys = Keys((k[:, part], v[:, part]))
+        y, past = attend(q[:, part], keys, LayerInputs(past, documents=documents))
         mixed.append(y)
     return jnp.concatenate(mixed, axis=1)
 
@@ -141,7 +146,7 @@ def test_shares_are_dropped_within_documents():
         score = jnp.einsum("blhk,bshk->bhls", q, k) * 8**-0.5
         share = masks.shares(jax.nn.softmax(score, axis=-1, where=seen[:, None]))
         wanted = jnp.einsum("bhls,bshk->blhk", share, v)
-        found, _ = CausalAttention()(q, k, v, on_shares=masks.on_shares, documents=of)
+        found, _ = CausalAttention()(q, Keys((k, v)), LayerInputs(masks=masks, documents=of))
         real = of.segments >= 0
         equal([found[real]], [wanted[real]])
 
@@ -174,7 +179,8 @@ def test_a_gpu_is_given_documents_and_no_mask(most):
     attend = CausalAttention(kernel="cudnn", window=100, documents=most)
 
     def loss(given, of):
-        return attend(*given, documents=of)[0].astype("float32").sum()
+        q, *keys = given
+        return attend(q, Keys(tuple(keys)), LayerInputs(documents=of))[0].astype("float32").sum()
 
     traced = jax.jit(jax.grad(loss)).trace(given, of)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -198,7 +204,12 @@ def test_what_cudnn_has_no_kernel_for(dtype, width):
 
 def lowered(given, of):
     attend = CausalAttention(kernel="cudnn", documents=2)
-    traced = jax.jit(lambda given, of: attend(*given, documents=of)[0]).trace(given, of)
+
+    def run(given, of):
+        q, *keys = given
+        return attend(q, Keys(tuple(keys)), LayerInputs(documents=of))[0]
+
+    traced = jax.jit(run).trace(given, of)
     return traced.lower(lowering_platforms=("cuda",))
 
 

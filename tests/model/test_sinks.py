@@ -12,8 +12,10 @@ from jaxpipe.config import ConfigError, from_builtins
 from jaxpipe.core.contract.sequence import FULL_SEQUENCE
 from jaxpipe.model import PRESETS
 from jaxpipe.model.attention.blocks import KeyBlock, KeyRange, QueryBlock
-from jaxpipe.model.attention.causal import CachedKeys, CausalAttention
+from jaxpipe.model.attention.causal import CausalAttention
+from jaxpipe.model.attention.keys import Cache, Keys
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
+from jaxpipe.model.layers.parts import LayerInputs
 from jaxpipe.planning.rules.across import check_settings
 
 B, L, H, G, K = 2, 16, 4, 2, 8
@@ -55,13 +57,13 @@ def test_a_sink_is_a_column_of_scores_that_is_dropped(case, monkeypatch):
 
     def attention(q, k, v, sinks):
         own, ys = L // slices, []
-        past = CachedKeys(jnp.zeros_like(k), jnp.zeros_like(v), 0) if slices > 1 else None
+        past = Cache((jnp.zeros_like(k), jnp.zeros_like(v)), 0) if slices > 1 else None
         for begin in range(0, L, own):
             part = slice(begin, begin + own)
             rows = RowDocuments(SEGMENTS[:, part], POSITIONS[:, part]) if packed else None
             past = past and past._replace(begin=jnp.int32(begin))
-            mine = (x[:, part] for x in (q, k, v))
-            y, past = attend(*mine, past, documents=rows, sink_H=sinks)
+            keys = Keys((k[:, part], v[:, part]), sink_H=sinks)
+            y, past = attend(q[:, part], keys, LayerInputs(past, documents=rows))
             ys.append(y)
         return jnp.concatenate(ys, 1)
 
@@ -76,9 +78,9 @@ def test_a_sink_is_a_column_of_scores_that_is_dropped(case, monkeypatch):
 def test_a_kernel_without_masks_has_no_sinks_where_it_needs_one():
     attend = CausalAttention(FULL_SEQUENCE, "cudnn", window=3)
     q, k, v, sinks, _ = operands(jnp.float32)
-    past = CachedKeys(jnp.zeros_like(k), jnp.zeros_like(v), 0)
-    with pytest.raises(ValueError, match="sinks with cuDNN's kernel"):
-        attend(q[:, :8], k[:, :8], v[:, :8], past, sink_H=sinks)
+    past = Cache((jnp.zeros_like(k), jnp.zeros_like(v)), 0)
+    with pytest.raises(ValueError, match="has no log-sum-exp for the attention sinks"):
+        attend(q[:, :8], Keys((k[:, :8], v[:, :8]), sink_H=sinks), LayerInputs(past))
 
 
 FUSED = PRESETS["gpt_oss_20b"] | {"attention": "cudnn"}

@@ -24,7 +24,7 @@ from jax.extend.core import Primitive
 
 from jaxpipe.core.jax_internals import cudnn_attention
 from jaxpipe.model.attention.blocks import AttentionOutput, BlockGradients, KeyBlock, QueryBlock
-from jaxpipe.model.decoder_config import unmet_by_kernel
+from jaxpipe.model.attention.case import cudnn_takes
 from jaxpipe.model.kernels.cudnn import define_attention
 
 _WIDEST = 128  # head that jax's function takes for every GPU
@@ -137,8 +137,8 @@ def _cudnn_primitive(
     name: str, q: jax.Array, causal: bool, window: int
 ) -> tuple[Primitive, dict[str, Any]]:
     """cuDNN's call for such queries; raises `ValueError` where it has no kernel for them."""
-    for sentence in unmet_by_kernel(q.shape[-1], q.dtype.name):
-        raise ValueError(sentence)
+    if unmet := cudnn_takes(q.shape[-1], q.dtype.name):
+        raise ValueError(unmet)
     return cudnn_attention(name, q.shape[-1], "CAUSAL" if causal else "NO_MASK", window)
 
 

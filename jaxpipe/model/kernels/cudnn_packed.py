@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 
 from jaxpipe.core.jax_internals import cudnn_attention
 from jaxpipe.model.attention.blocks import AttentionOutput
-from jaxpipe.model.decoder_config import unmet_by_packed_kernel
+from jaxpipe.model.attention.case import cudnn_takes_packed
 from jaxpipe.model.kernels.cudnn import define_attention
 
 
@@ -194,8 +194,8 @@ def _operands(packing: _PackedLayout, q: jax.Array, k: jax.Array, v: jax.Array) 
 
 def _cudnn_primitive(name: str, q: jax.Array, window: int) -> tuple[Primitive, dict[str, Any]]:
     """The call for queries `[B, S, H, K]`; raises `ValueError` where cuDNN has none for them."""
-    for sentence in unmet_by_packed_kernel(q.shape, q.dtype.name):
-        raise ValueError(sentence)
+    if unmet := cudnn_takes_packed(q.shape, q.dtype.name):
+        raise ValueError(unmet)
     return cudnn_attention(name, q.shape[-1], "PADDING_CAUSAL", window)
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxpipe.core.contract.devices import OneDevice
 from jaxpipe.core.contract.parameter import PP, TP, ParamSpec
-from jaxpipe.model.attention.causal import CachedKeys, OnShares
+from jaxpipe.model.attention.keys import Cache
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
 from jaxpipe.model.layers.dropout import NO_MASKS, Masks
 
@@ -144,21 +144,19 @@ class LayerInputs(NamedTuple):
     """The arguments of a layer call besides the stream, which may differ from call to call.
 
     Attributes:
-      past: keys and values of earlier slices; None without slices.
+      cache: keys and values of earlier slices; None without slices.
       masks: what is dropped in training.
       documents: the documents of packed rows; None: a row is one text.
       dot: multiplies with weights.
     """
 
-    past: CachedKeys | None = None
+    cache: Cache | None = None
     masks: Masks = NO_MASKS
     documents: RowDocuments | None = None
     dot: Dot = PLAIN_DOT
 
-    @property
-    def of_attention(self) -> tuple[CachedKeys | None, OnShares, RowDocuments | None]:
-        """The arguments of `CausalAttention` that are here."""
-        return self.past, self.masks.on_shares, self.documents
+
+NO_INPUTS = LayerInputs()
 
 
 class EmbedHeadParts(NamedTuple):

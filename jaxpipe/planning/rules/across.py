@@ -4,7 +4,6 @@ from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.rules import check_rules
 from jaxpipe.planning.rules.data import DATA_CHECKS
 from jaxpipe.planning.rules.debug import check_debug
-from jaxpipe.planning.rules.devices import check_packing
 from jaxpipe.planning.rules.experts import check_experts
 from jaxpipe.planning.rules.fp8 import check_fp8
 from jaxpipe.planning.rules.fused import check_fused
@@ -55,7 +54,6 @@ def _check_model(config: Config) -> None:
 
 
 CHECKS = (
-    check_packing,
     _check_batch,
     check_rules,
     *SEQUENCE_CHECKS,

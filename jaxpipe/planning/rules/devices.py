@@ -4,6 +4,7 @@ from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.units import readable_bytes
 from jaxpipe.planning.cost.costs import ITEMSIZE
 from jaxpipe.planning.devices import Devices
+from jaxpipe.planning.rules.sequences import check_attention
 from jaxpipe.runtime.devices import host_memory
 from jaxpipe.runtime.processes import started
 
@@ -14,7 +15,6 @@ def check_devices(config: Config, devices: Devices, *, trains: bool = True) -> N
     """Raise `ConfigError` at the first rule of a configuration that the devices break."""
     _check_platform(config, devices)
     if devices.capability is not None:
-        check_packing(config, devices.capability)
         _check_fp8(config, devices.capability)
     if devices.per_host is not None:
         _check_host(config, devices.per_host)
@@ -27,29 +27,15 @@ def _check_platform(config: Config, devices: Devices) -> None:
     `train.deterministic` and `parallel.cp_method='ring'` need, on GPUs, an XLA that has the options
     that they set, and an `XLA_FLAGS` that does not set these too.
     """
-    train = config.train
-    for sentence in config.model.unmet_needs(
-        devices.platform, dtype=train.compute_dtype, deterministic=train.deterministic
-    ):
-        raise ConfigError(sentence)
+    check_attention(config, devices)
     if devices.on_cpu or devices.count is None:
         return
     from jaxpipe.runtime.programs.compiler import check_deterministic, check_rings  # need jax
 
-    if train.deterministic:
+    if config.train.deterministic:
         check_deterministic(devices.platform)
     if config.parallel.rings:
         check_rings(devices.platform)
-
-
-def check_packing(config: Config, capability: float | None = None) -> None:
-    """Raise `ConfigError` if a token could attend to other documents of its row."""
-    if not config.data.documents:
-        return
-    rows, dtype = (config.train.microbatch_size, config.train.seq_len), config.train.compute_dtype
-    unmet = config.model.unmet_by_packing(capability, rows, dtype=dtype, tp=config.parallel.tp)
-    for sentence in unmet:
-        raise ConfigError(sentence)
 
 
 def _check_fp8(config: Config, capability: float) -> None:

@@ -8,7 +8,8 @@ from typing import get_type_hints
 
 from jaxpipe.config import Config
 from jaxpipe.config.rules import declared_rules
-from jaxpipe.model.decoder_config import DecoderConfig, unmet_by_kernel, unmet_by_packed_kernel
+from jaxpipe.model.attention import case as attention
+from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama4.config import Llama4Config
@@ -24,25 +25,20 @@ from jaxpipe.planning.rules.across import CHECKS
 # The functions whose docstrings state the rules, in paragraphs that begin with a setting.
 RULES: tuple[Callable[..., object], ...] = (
     *CHECKS,
-    ModelConfig.unmet_by_packing,
-    DecoderConfig.unmet_by_packing,
-    unmet_by_kernel,
-    unmet_by_packed_kernel,
-    ModelConfig.unmet_by_context,
-    DecoderConfig.unmet_by_context,
-    DecoderConfig._unmet_by_fused_ring,
-    DecoderConfig._unmet_by_exchange,
+    ModelConfig.unmet_by_attention,
+    attention.xla_supports,
+    attention.cudnn_supports,
+    attention.cudnn_takes,
+    attention.cudnn_takes_packed,
+    DecoderConfig._unequal_shares,
     DecoderConfig.unequal_parts,
     MixtureConfig._unread,
     MixtureConfig.broken_mixture_rules,
-    LlamaConfig.unmet_by_context,
-    LlamaConfig.unmet_by_slices,
     LlamaConfig.broken_rules,
     Llama4Config.broken_rules,
     DeepseekConfig.broken_rules,
     RotaryConfig.broken_rotary_rules,
     *size_checks.CHECKS,
-    DecoderConfig.unmet_needs,
     *device_checks.CHECKS,
     resolve,
     unroll_layers,

@@ -3,7 +3,9 @@
 from math import prod
 
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.core.contract.sequence import FullSequence
+from jaxpipe.core.contract.sequence import FULL_SEQUENCE, FullSequence
+from jaxpipe.model.attention.case import AttentionCase
+from jaxpipe.planning.devices import Devices
 
 
 def _check_parts(config: Config) -> None:
@@ -32,19 +34,24 @@ def _halves(config: Config) -> int:
     return 2 * config.parallel.ring if config.parallel.rings else 1
 
 
-def _check_method(config: Config) -> None:
-    """Check that the model supports how slices, and replicas that share them, reach all keys."""
-    parallel, model = config.parallel, config.model
-    for sentence in model.unmet_by_slices() if parallel.slices > 1 else ():
-        raise ConfigError(sentence)
-    if parallel.cp == 1:
-        return
-    for sentence in model.unmet_by_context(
-        FullSequence(parallel.cp, parallel.exchanging),
-        tp=parallel.tp,
-        packed=bool(config.data.documents),
-    ):
+def check_attention(config: Config, devices: Devices | None = None) -> None:
+    """Raise `ConfigError` if the model's attention cannot reach or mask keys as settings ask.
+
+    `devices` None: they are not known.
+    """
+    parallel, train = config.parallel, config.train
+    case = AttentionCase(
+        FullSequence(parallel.cp, parallel.exchanging) if parallel.cp > 1 else FULL_SEQUENCE,
+        slices=parallel.slices > 1,
+        documents=config.data.documents,
+        rows=(train.microbatch_size, train.seq_len),
+        dtype=train.compute_dtype,
+        platform=devices.platform if devices else "",
+        capability=devices.capability if devices else None,
+        deterministic=train.deterministic,
+    )
+    for sentence in config.model.unmet_by_attention(case, parallel.tp):
         raise ConfigError(sentence)
 
 
-SEQUENCE_CHECKS = (_check_parts, _check_method)
+SEQUENCE_CHECKS = (_check_parts, check_attention)

@@ -19,13 +19,15 @@ from jaxpipe.core.contract.sequence import FULL_SEQUENCE
 from jaxpipe.core.executor.reference import losses_and_gradients_ref
 from jaxpipe.lab.bench import train
 from jaxpipe.model.attention.blocks import KeyRange, PlainBlocks
-from jaxpipe.model.attention.causal import CachedKeys, CausalAttention
+from jaxpipe.model.attention.causal import CausalAttention
+from jaxpipe.model.attention.keys import Cache, Keys
 from jaxpipe.model.attention.ring import RingLayout, ring_attention
 from jaxpipe.model.kernels.cudnn_attention import FusedBlocks
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
 from jaxpipe.model.kernels.grouped_fp8 import GroupedFp8
 from jaxpipe.model.layers.fp8 import E4M3, E5M2, Fp8
 from jaxpipe.model.layers.moe.products import multiply_by_kernel
+from jaxpipe.model.layers.parts import LayerInputs
 from jaxpipe.runtime.programs import compiler
 from jaxpipe.training.trainer import Trainer
 
@@ -146,13 +148,14 @@ def test_the_fused_kernel_keeps_documents_apart(window, tokens):
     keys, shapes = jax.random.split(jax.random.key(0), 3), [(4, 1024, h, 128) for h in (8, 2, 2)]
     q, k, v = (jax.random.normal(*given, "bfloat16") for given in zip(keys, shapes))
     begin, real = jnp.int32(tokens.start or 0), (of.segments >= 0)[..., None, None]
-    past = None if tokens == slice(None) else CachedKeys(k, v, begin)
+    past = None if tokens == slice(None) else Cache((k, v), begin)
 
     def loss(given, kernel):
         q, k, v = given
-        of_past = past and CachedKeys(k, v, begin)
+        of_past = past and Cache((k, v), begin)
         attend = CausalAttention(kernel=kernel, window=window, documents=5)
-        mixed, _ = attend(q[:, tokens], k[:, tokens], v[:, tokens], of_past, documents=of)
+        own = Keys((k[:, tokens], v[:, tokens]))
+        mixed, _ = attend(q[:, tokens], own, LayerInputs(of_past, documents=of))
         mixed = jnp.where(real, mixed, 0).astype("float32")
         return jnp.sum(jnp.sin(jnp.arange(mixed.size)).reshape(mixed.shape) * mixed), mixed
 
@@ -184,7 +187,7 @@ def test_the_fused_kernel_has_latent_heads_windows_and_sinks(widths, window, has
 
         def loss(operands):
             q, k, v, *sinks = operands
-            mixed, _ = attend(q, k, v, sink_H=sinks[0] if sinks else None)
+            mixed, _ = attend(q, Keys((k, v), sink_H=sinks[0] if sinks else None))
             return jnp.sum(weight * mixed), mixed
 
         (_, mixed), gradients = jit(jax.value_and_grad(loss, has_aux=True))(operands)

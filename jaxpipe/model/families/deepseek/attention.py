@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.model.attention.causal import CachedKeys, CausalAttention
+from jaxpipe.model.attention.causal import CausalAttention
+from jaxpipe.model.attention.keys import Cache, Keys
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.layers.parts import PLAIN_DOT, Dot, Init, LayerInputs, RMSNorm, scale
 from jaxpipe.model.layers.rope.rotate import rotary
@@ -58,7 +59,7 @@ class LatentAttention(nnx.Module):
 
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, given: LayerInputs
-    ) -> tuple[jax.Array, CachedKeys | None]:
+    ) -> tuple[jax.Array, Cache | None]:
         """Mix tokens: `[B, L, D] -> [B, L, D]`; the positions are those of all L tokens."""
         config, devices = self.config, self.devices
         x_BLD = devices.enter(x_BLD)
@@ -68,19 +69,18 @@ class LatentAttention(nnx.Module):
         latent_BL1R = self.kv_norm(latent_BLR)[:, :, None]
         key_BL1P = rotary(key_BLP[:, :, None], positions_BL, config, interleaved=True)
         q_BLHK = self._rotated_queries(q_BLHK, positions_BL)
-        own = latent_BL1R, key_BL1P, *given.of_attention
+        latents = Keys((latent_BL1R, key_BL1P), partial(self._expand, given.dot))
         if self._absorbs(given, q_BLHK.shape[1]):
-            as_keys = lambda latent, key: (_joined(latent, key), latent)  # noqa: E731
-            mixed_BLHR, past = self.attend(self._absorb(q_BLHK), *own, expand=as_keys)
+            keys = latents._replace(make=lambda latent, key: (_joined(latent, key), latent))
+            mixed_BLHR, cache = self.attend(self._absorb(q_BLHK), keys, given)
             _, to_values_RHV = self._expansions(mixed_BLHR)
             mixed_BLHV = jnp.einsum("blhr,rhv->blhv", mixed_BLHR, to_values_RHV)
         else:
-            expand = partial(self._expand, given.dot)
-            by_block = given.dot.adds_up
-            mixed_BLHV, past = self.attend(q_BLHK, *own, expand=expand, by_block=by_block)
+            keys = latents._replace(by_block=given.dot.adds_up)
+            mixed_BLHV, cache = self.attend(q_BLHK, keys, given)
         mixed_BLX = mixed_BLHV.reshape(*x_BLD.shape[:2], -1)
         (made_BLD,) = given.dot(mixed_BLX, wo=self.wo[...])
-        return devices.leave(made_BLD), past
+        return devices.leave(made_BLD), cache
 
     def _project(self, x_BLD: jax.Array, dot: Dot) -> tuple[jax.Array, jax.Array]:
         """Queries of all heads, and the latent of keys and values beside the rotated keys."""
@@ -103,8 +103,8 @@ class LatentAttention(nnx.Module):
 
     def _absorbs(self, given: LayerInputs, length: int) -> bool:
         """Whether queries read latents: of one token, and where the kernel has heads so wide."""
-        one = given.past is not None and length == 1
-        return one and given.dot == PLAIN_DOT and self.attend.kernel == "xla"
+        one = given.cache is not None and length == 1
+        return one and given.dot == PLAIN_DOT and self.config.attention == "xla"
 
     def _absorb(self, q_BLHK: jax.Array) -> jax.Array:
         """Queries whose products with latents and rotated keys are those with expanded keys.

@@ -100,11 +100,11 @@ class DeepseekDecoder(LlamaDecoder):
         return (state,) * self.config.mtp_depth if kind == PREDICTION else state
 
     @property
-    def cached(self) -> tuple[int, int, int]:
+    def cached(self) -> tuple[tuple[int, int], ...]:
         """One latent and one rotated key of a token; all heads only where heads are exchanged."""
         if self.sharing.sequence.exchanges_heads:
             return super().cached
-        return 1, self.config.kv_lora_rank, self.config.qk_rope_head_dim
+        return (1, self.config.kv_lora_rank), (1, self.config.qk_rope_head_dim)
 
     @cached_property
     def functions(self) -> StageFunctions:

@@ -8,7 +8,8 @@ and V where devices share a layer or a sequence, and for the dtypes of the compu
 import jax
 from flax import nnx
 
-from jaxpipe.model.attention.causal import CachedKeys, CausalAttention
+from jaxpipe.model.attention.causal import CausalAttention
+from jaxpipe.model.attention.keys import Cache, Keys
 from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.layers.parts import (
     Dot,
@@ -40,7 +41,7 @@ class GPT2Attention(nnx.Module):
         )
         self.width, self.devices = config.head_size, parts.devices
 
-    def __call__(self, x_BLD: jax.Array, given: LayerInputs) -> tuple[jax.Array, CachedKeys | None]:
+    def __call__(self, x_BLD: jax.Array, given: LayerInputs) -> tuple[jax.Array, Cache | None]:
         """Mix tokens: `[B, L, D] -> [B, L, D]`."""
         devices, dot = self.devices, given.dot
         x_BLD = devices.enter(x_BLD)
@@ -51,10 +52,10 @@ class GPT2Attention(nnx.Module):
 
         products = dot(x_BLD, wq=self.wq[...], wk=self.wk[...], wv=self.wv[...])
         q_BLHK, k_BLHK, v_BLHK = map(heads, products, (self.bq, self.bk, self.bv))
-        mixed_BLHK, past = self.attend(q_BLHK, k_BLHK, v_BLHK, *given.of_attention)
+        mixed_BLHK, cache = self.attend(q_BLHK, Keys((k_BLHK, v_BLHK)), given)
         (made_BLD,) = dot(mixed_BLHK.reshape(*x_BLD.shape[:2], -1), wo=self.wo[...])
         y_BLD = devices.leave(made_BLD)
-        return y_BLD + broadcast_last(self.bo[...], y_BLD), past
+        return y_BLD + broadcast_last(self.bo[...], y_BLD), cache
 
 
 class GPT2MLP(nnx.Module):
@@ -90,11 +91,11 @@ class GPT2Layer(nnx.Module):
         self.mlp_norm = LayerNorm("mlp_norm", d, eps, init, norm)
         self.mlp = GPT2MLP(config, parts, init)
 
-    def __call__(self, x_BLD: jax.Array, given: LayerInputs) -> tuple[jax.Array, CachedKeys | None]:
+    def __call__(self, x_BLD: jax.Array, given: LayerInputs) -> tuple[jax.Array, Cache | None]:
         """`[B, L, D] -> [B, L, D]`, and with slices the keys and values up to the slice's end."""
-        mixed_BLD, past = self.attn(self.attn_norm(x_BLD), given)
+        mixed_BLD, cache = self.attn(self.attn_norm(x_BLD), given)
         x_BLD = x_BLD + given.masks.stream(mixed_BLD, "attention")
-        return x_BLD + given.masks.stream(self.mlp(self.mlp_norm(x_BLD), given.dot), "mlp"), past
+        return x_BLD + given.masks.stream(self.mlp(self.mlp_norm(x_BLD), given.dot), "mlp"), cache
 
 
 class GPT2EmbedHead(nnx.Module):

@@ -5,7 +5,7 @@ from typing import ClassVar, Self
 
 from msgspec.structs import replace
 
-from jaxpipe.core.contract.sequence import FullSequence
+from jaxpipe.model.attention.case import AttentionCase
 from jaxpipe.model.family import Count, Positive
 from jaxpipe.model.layers.rope.config import RotaryConfig
 
@@ -107,31 +107,9 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
             vocab_size=-(-self.vocab_size // tp),
         )
 
-    def unmet_by_context(self, sequence: FullSequence, *, tp: int, packed: bool) -> Iterator[str]:
-        """Yield a sentence for every reason why replicas cannot share sequences as `sequence` does.
-
-        `parallel.cp_method='gather'` excludes attention sinks with `model.attention='cudnn'`.
-        """
-        yield from super().unmet_by_context(sequence, tp=tp, packed=packed)
-        if self.SINKS and self.attention == "cudnn" and not sequence.heads:
-            yield (
-                "parallel.cp_method='gather' masks keys, and cuDNN's kernel has no log-sum-exp for "
-                "the attention sinks of this model.family there: set parallel.cp_method=ulysses, "
-                "or model.attention=xla."
-            )
-
-    def unmet_by_slices(self) -> Iterator[str]:
-        """Yield a sentence for every reason why sequences cannot come in slices.
-
-        `parallel.slices` above 1 excludes attention sinks and a window with
-        `model.attention='cudnn'`.
-        """
-        if self.SINKS and self.window and self.attention == "cudnn":
-            yield (
-                f"parallel.slices with model.sliding_window={self.window} masks keys, and cuDNN's "
-                f"kernel has no log-sum-exp for the attention sinks of this model.family there: "
-                f"set model.attention=xla, or parallel.slices=1."
-            )
+    def attention_case(self, case: AttentionCase, tp: int) -> AttentionCase:
+        """The case with what attention of this model asks for, on one of `tp` devices."""
+        return super().attention_case(case, tp)._replace(has_sinks=self.SINKS)
 
     def broken_rules(self, tp: int) -> Iterator[str]:
         """Yield a sentence for every rule that the sizes break, alone or with `parallel.tp`.

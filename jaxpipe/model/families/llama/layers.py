@@ -16,7 +16,8 @@ from flax import nnx
 
 from jaxpipe.core.contract import Aux, Context, LayerOutput
 from jaxpipe.core.contract.parameter import ParamSpec
-from jaxpipe.model.attention.causal import CachedKeys, CausalAttention, append_cache
+from jaxpipe.model.attention.causal import CausalAttention, append_cache
+from jaxpipe.model.attention.keys import Cache, Keys
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
 from jaxpipe.model.layers.gated import gated
@@ -73,7 +74,7 @@ class LlamaAttention(nnx.Module):
 
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, given: LayerInputs
-    ) -> tuple[jax.Array, CachedKeys | None]:
+    ) -> tuple[jax.Array, Cache | None]:
         """Mix tokens: `[B, L, D] -> [B, L, D]`; the positions are those of all L tokens."""
         config, devices, dot = self.config, self.devices, given.dot
         x_BLD = devices.enter(x_BLD)
@@ -90,14 +91,13 @@ class LlamaAttention(nnx.Module):
         if config.qk_norm:
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK, k_BLGK = self.place(q_BLHK, k_BLGK, positions_BL)
-        past, on_shares, documents = given.of_attention
-        documents = self.limit(documents, positions_BL)
-        sink_H = self.sinks[...] if config.SINKS else None
-        mixed_BLHK, past = self.attend(q_BLHK, k_BLGK, v_BLGK, past, on_shares, documents, sink_H)
+        given = given._replace(documents=self.limit(given.documents, positions_BL))
+        keys = Keys((k_BLGK, v_BLGK), sink_H=self.sinks[...] if config.SINKS else None)
+        mixed_BLHK, cache = self.attend(q_BLHK, keys, given)
         mixed_BLX = mixed_BLHK.reshape(*x_BLD.shape[:2], -1)
         (made_BLD,) = dot(mixed_BLX, wo=self.wo[...])
         y_BLD = devices.leave(made_BLD)
-        return y_BLD + broadcast_last(self.bo[...], y_BLD) if config.OUT_BIAS else y_BLD, past
+        return y_BLD + broadcast_last(self.bo[...], y_BLD) if config.OUT_BIAS else y_BLD, cache
 
     def place(
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, positions_BL: jax.Array
@@ -172,7 +172,7 @@ class LlamaLayer(nnx.Module):
         self, x_BLD: jax.Array, positions_BL: jax.Array, context: Context, given: LayerInputs
     ) -> LayerOutput:
         """`[B, L, D] -> [B, L, D]`, and with slices the keys and values up to the slice's end."""
-        mixed_BLD, past = self.attn(self.attn_norm(x_BLD), positions_BL, given)
+        mixed_BLD, cache = self.attn(self.attn_norm(x_BLD), positions_BL, given)
         if self.has_post_norms:
             mixed_BLD = self.attn_post_norm(mixed_BLD)
         x_BLD = x_BLD + given.masks.stream(mixed_BLD, "attention")
@@ -183,7 +183,7 @@ class LlamaLayer(nnx.Module):
             made_BLD = self.mlp(normed_BLD, given.dot)
         if self.has_post_norms:
             made_BLD = self.mlp_post_norm(made_BLD)
-        return append_cache(x_BLD + given.masks.stream(made_BLD, "mlp"), past, aux)
+        return append_cache(x_BLD + given.masks.stream(made_BLD, "mlp"), cache, aux)
 
 
 def new_norm(name: str, size: int, config: RotaryConfig, init: Init, leaf: ParamSpec) -> RMSNorm:

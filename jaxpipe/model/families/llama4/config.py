@@ -5,6 +5,7 @@ from typing import ClassVar, Literal, Self
 
 from msgspec.structs import replace
 
+from jaxpipe.model.attention.case import AttentionCase
 from jaxpipe.model.families.llama.config import LOCAL, LlamaConfig
 from jaxpipe.model.families.llama.presets import Preset, decoder_sizes
 from jaxpipe.model.family import Count, Positive
@@ -61,20 +62,16 @@ class Llama4Config(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only
         unseen = 12 * self.n_heads * self.head_size * local * beyond
         return super().flops_per_token(seq_len) - unseen
 
+    def attention_case(self, case: AttentionCase, tp: int) -> AttentionCase:
+        """The case with what attention of this model asks for, on one of `tp` devices."""
+        return super().attention_case(case, tp)._replace(chunk=self.attention_chunk)
+
     def broken_rules(self, tp: int) -> Iterator[str]:
         """Yield a sentence for every rule that the sizes break, alone or with `parallel.tp`.
-
-        `model.attention_chunk` excludes `model.attention='cudnn'`.
 
         `model.attention_chunk` excludes `model.sliding_window`.
         """
         yield from super().broken_rules(tp)
-        if self.attention_chunk and self.attention == "cudnn":
-            yield (
-                f"model.attention_chunk={self.attention_chunk} masks keys that the kernel of "
-                f"model.attention='cudnn' does not: set model.attention=xla, or, where no sequence "
-                f"is longer than a chunk, model.attention_chunk=0."
-            )
         if self.attention_chunk and self.sliding_window:
             yield (
                 f"model.attention_chunk={self.attention_chunk} and model.sliding_window="
