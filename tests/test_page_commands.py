@@ -149,7 +149,7 @@ def run(module, words, tree):
         output, _ = made.communicate()
         assert made.returncode == 0, f"{module} {shlex.join(words)}: {output}"
         return
-    package = (HOME / "jaxpipe" / module).is_dir()
+    package = (HOME / "jaxpipe" / module / "__main__.py").exists()
     command = importlib.import_module(f"jaxpipe.{module}{'.__main__' * package}")
     try:
         code = command.main(words)

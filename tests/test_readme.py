@@ -149,7 +149,7 @@ def parse(monkeypatch, module, words):
             raise Understood(found[0] if known else found)
 
         monkeypatch.setattr(argparse.ArgumentParser, method, stop)
-    package = (HOUSE / module).is_dir()
+    package = (HOUSE / module / "__main__.py").exists()
     command = importlib.import_module(f"jaxpipe.{module}{'.__main__' * package}")
     try:
         arguments = getattr(command, "_parse_arguments", command.main)(words)

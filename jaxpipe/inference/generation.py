@@ -98,12 +98,12 @@ class Generator:
         if state is not None:
             loaded.trainer.check_state(state)
             params, variables = loaded.trainer.averaged(state), state.variables
-        elif params is None:
-            raise ConfigError("there are no parameters: give generate(..., state=) a state.")
         prompts = [_as_ids(number, prompt) for number, prompt in enumerate(_listed(prompts))]
         limits = _limits(max_tokens, len(prompts))
         lengths = [len(prompt) for prompt in prompts]
         self._check(prompts, limits)
+        if params is None:
+            raise ConfigError("there are no parameters: give generate(..., state=) a state.")
         check_parameters(params, variables, loaded.trainer.state_shapes)
         most = max(map(sum, zip(lengths, limits.tolist())))
         tokens = np.zeros((len(prompts), most + 1), np.int32)

@@ -76,7 +76,8 @@ use_cpu_devices(1)
 processes.join()
 import jax
 import numpy as np
-from jaxpipe.checkpoint import CheckpointStore, StateKeying, handler
+from jaxpipe.checkpoint import CheckpointStore, StateKeying
+from jaxpipe.checkpoint.orbax_port import handler
 from jaxpipe.core.mesh import Sharding, StageLayout, make_mesh
 
 asynchronous, failing = sys.argv[2] == "background", [int(sys.argv[3])]

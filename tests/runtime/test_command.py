@@ -128,13 +128,20 @@ def test_a_python_without_the_packages_is_one_sentence(name):
     assert made.stderr.count("\n") == 1
 
 
+UNIGNORED = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path):
     slow = "import time; print('importing', flush=True); time.sleep(60)"
     (tmp_path / "msgspec.py").write_text(slow)
     with subprocess.Popen(
-        [sys.executable, "-m", "jaxpipe.plan", "--help"], env=os.environ | {"PYTHONPATH": tmp_path},
+        [sys.executable, "-c", UNIGNORED, sys.executable, "-m", "jaxpipe.plan", "--help"],
+        env=os.environ | {"PYTHONPATH": tmp_path},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as started:  # fmt: skip
         assert started.stdout.readline() == "importing\n"
         started.send_signal(signal.SIGINT)

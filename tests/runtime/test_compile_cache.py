@@ -16,7 +16,7 @@ from jaxpipe.runtime.storage.files import cache_folder
 SCRIPT = """
 import sys
 import jax
-from jaxpipe.runtime import compile_cache
+from jaxpipe.runtime.programs import compile_cache
 compile_cache._LEAST_SECONDS = 0.0
 compile_cache.use_compile_cache(sys.argv[1])
 program, took = compile_cache.compile_timed(jax.jit(lambda x: x @ x + 1), jax.numpy.ones((4, 4)))

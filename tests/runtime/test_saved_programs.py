@@ -22,7 +22,7 @@ from jax import lax
 from pathlib import Path
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime import saved_programs
+from jaxpipe.runtime.programs import saved_programs
 from jaxpipe.runtime.programs.compile_cache import compile_timed
 
 what, folder, width = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])

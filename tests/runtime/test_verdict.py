@@ -158,7 +158,7 @@ def stack(*files):
     return frame
 
 
-LOOP, DATA = "/x/jaxpipe/training/loop.py", "/x/jaxpipe/data/readers.py"
+LOOP, DATA = "/x/jaxpipe/run/loop.py", "/x/jaxpipe/data/prepare/readers.py"
 ARRAY, CALLBACK = "/lib/jax/_src/array.py", "/lib/jax/_src/callback.py"
 SERVICE, BARRIER = "/x/jaxpipe/runtime/coordination.py", "/lib/orbax/x/multihost/multihost.py"
 SAVE_BARRIER = save_barrier.__file__

@@ -40,7 +40,7 @@ _MAGIC = (
     (rb"ARROW1", "Arrow, but is not named .arrow"),
     (rb"FEA1", "Feather of version 1, which is not read"),
     (rb"\xff\xfe|\xfe\xff", "UTF-16 text, which must be converted to UTF-8"),
-    (rb"\xff{4}", "Arrow, but is not named .arrow"),
+    (rb"(?s)\xff{4}..[\x00-\x03]\x00", "Arrow, but is not named .arrow"),  # and a small length
     (rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF....WEBP|II\*|MM\x00\*", "an image"),
     (rb"RIFF....WAVE|ID3|OggS|fLaC|....ftyp", "a sound or a film"),
     (rb"\x93NUMPY|MMIDIDX|fast_llm_prepared_dataset", _TOKEN_IDS),

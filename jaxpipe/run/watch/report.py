@@ -41,7 +41,7 @@ def write_report(run_dir: str) -> str:
     check_directory(directory)
     path = directory / "report.html"
     title = f"run {name_of(directory)}"
-    write_page(path, title, "jaxpipe.training", "report.js", report_data(directory))
+    write_page(path, title, "jaxpipe.run.watch", "report.js", report_data(directory))
     return f"wrote {path}: open it in a browser"
 
 

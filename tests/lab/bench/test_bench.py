@@ -231,7 +231,7 @@ def test_a_device_of_a_tp_group_has_its_part_of_the_model():
 
 def test_the_published_comparison_of_schedules_is_reproduced():
     """torchtitan, December 2024, table 5: 128 tokens/s under interleaved 1F1B, 100 under 1F1B."""
-    path = SMALL.parents[3] / "configs" / "llama3_1_405b_512gpu.toml"
+    path = SMALL.parents[2] / "configs" / "llama3_1_405b_512gpu.toml"
     own_ends = ["parallel.transfer_ticks=1", "parallel.vocab_parallel_pp=false"]
     config = configs.load(path, own_ends)
     seconds = op_seconds(config)

@@ -36,10 +36,11 @@ COMMANDS = {
 }
 DRIVER = """
 import sys
-from jaxpipe.bench import __main__, report
+from jaxpipe import bench
+from jaxpipe.lab.bench import report
 from jaxpipe.lab.bench.items import Item
 report.list_items = lambda cpu: tuple(Item(n, "to see", (n,), 500) for n in ("writes", "hangs"))
-sys.exit(__main__.main(["report", "--cpu", "--out", sys.argv[1]]))
+sys.exit(bench.main(["report", "--cpu", "--out", sys.argv[1]]))
 """
 
 

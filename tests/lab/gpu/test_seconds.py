@@ -151,7 +151,7 @@ def test_a_step_by_the_plans_own_seconds_is_the_plans(settings):
 HEAD = """HloModule jit_step
 
 FileNames
-1 "/home/of/somebody/jaxpipe/pipeline/buffers.py"
+1 "/home/of/somebody/jaxpipe/core/executor/buffers.py"
 2 "/usr/lib/jax/numpy.py"
 
 FunctionNames
