@@ -59,25 +59,23 @@ class _Relation:
         if not applies or self._holds(now := _value(config, self.other)) == self.is_wanted:
             return ""
         why = f"{self.why}; " if self.why else ""
+        instead = f"leave {name} at its default, {shown(default)}"  # also where a file changed it
         if not self.is_wanted:
             return (
                 f"{name}={shown(value)} {self.verb} {self.other}={shown(now)}: {why}"
-                f"{self._instead(name)}, or change {self.other}."
+                f"{instead}, or change {self.other}."
             )
         verb, wanted = "set" if self.above is None else "raise", self.other
         wanted += f"={shown(self.values[0])}" if self.values else ""
         return (
             f"{name}={shown(value)} {self.verb} {self._condition()}, but {self.other} is "
-            f"{shown(now)}: {why}{verb} {wanted}, or {self._instead(name)}."
+            f"{shown(now)}: {why}{verb} {wanted}, or {instead}."
         )
 
     def sentence(self, name: str) -> str:
         """The rule in Markdown."""
         guarded = name if self.when is _CHANGED else f"{name}={shown(self.when)}"
         return f"`{guarded}` {self.verb} {self._condition('`')}{self.why and f': {self.why}'}."
-
-    def _instead(self, name: str) -> str:
-        return f"leave {name} out" if self.when is _CHANGED else f"change {name}"
 
     def _holds(self, value: Any) -> bool:
         if self.above is not None:
@@ -135,7 +133,7 @@ class _Package:
             return ""
         return (
             f"{name}={shown(value)} needs the package {self.package}, which is not installed: pip "
-            f"install {self.install}, or leave {name} out."
+            f"install {self.install}, or leave {name} at its default, {shown(default)}."
         )
 
     def sentence(self, name: str) -> str:

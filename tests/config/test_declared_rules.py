@@ -172,7 +172,7 @@ def test_no_declared_rule_is_without_a_case():
         (["log.prometheus_port=9100"], "prometheus_client, which is not installed: pip install p"),
         (
             ["train.evaluate_every=2", "train.evaluate_tasks=['arc_easy']"],
-            "lm_eval, which is not installed: pip install -e '.[eval]', or leave train.evaluate_ev",
+            "lm_eval, which is not installed: pip install -e '.[eval]', or leave train.ev",
         ),
     ],
 )
@@ -220,27 +220,28 @@ def refusal(**fields):
         (
             {"turbo": True},
             "engine.turbo=true needs engine.kind='v8' or engine.kind='v12', but engine.kind is "
-            "'plain': set engine.kind='v8', or leave engine.turbo out.",
+            "'plain': set engine.kind='v8', or leave engine.turbo at its default, "
+            "false.",
         ),
         (
             {"boost": 2.0},
             "engine.boost=2.0 is read only with engine.turbo, but engine.turbo is false: set "
-            "engine.turbo, or leave engine.boost out.",
+            "engine.turbo, or leave engine.boost at its default, 1.0.",
         ),
         (
             {"fuel": "diesel", "kind": "electric"},
-            "engine.fuel='diesel' excludes engine.kind='electric': it has none; change "
-            "engine.fuel, or change engine.kind.",
+            "engine.fuel='diesel' excludes engine.kind='electric': it has none; leave engine.fuel "
+            "at its default, '', or change engine.kind.",
         ),
         (
             {"choke": 1, "fuel": "petrol"},
-            "engine.choke=1 is not read with engine.fuel='petrol': leave engine.choke out, or "
-            "change engine.fuel.",
+            "engine.choke=1 is not read with engine.fuel='petrol': leave engine.choke at its "
+            "default, 0, or change engine.fuel.",
         ),
         (
             {"gears": 5},
             "engine.gears=5 needs engine.valves above 1, but engine.valves is 0: raise "
-            "engine.valves, or leave engine.gears out.",
+            "engine.valves, or leave engine.gears at its default, 0.",
         ),
         (
             {"valves": 6, "cylinders": 4, "banks": 2},
