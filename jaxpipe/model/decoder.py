@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.core.contract import Context, LayerKind, LayerOutput, Names, Rounds, StageFunctions
+from jaxpipe.core.contract import Context, LayerKind, LayerOutput, StageFunctions
 from jaxpipe.core.contract.devices import OneDevice
+from jaxpipe.core.contract.layer import Pair
 from jaxpipe.core.contract.parameter import ParamSpec
 from jaxpipe.model.attention.keys import Cache
 from jaxpipe.model.decoder_config import DecoderConfig
@@ -174,7 +175,7 @@ class CausalDecoder:
         """Names of the values that F stores in such layers under every rematerialisation policy."""
         return ()
 
-    def pair(self, kind: str) -> Callable[[Names, Names], Rounds] | None:
+    def pair(self, kind: str) -> Pair | None:
         """How F of a kind runs alongside another layer's gradient; None: neither waits."""
         return None
 

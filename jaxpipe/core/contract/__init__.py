@@ -5,10 +5,7 @@ from jaxpipe.core.contract.layer import (
     Context,
     LayerKind,
     LayerOutput,
-    Names,
-    Rounds,
     Tree,
-    pairing_point,
 )
 from jaxpipe.core.contract.model import StageFunctions
 
@@ -17,9 +14,6 @@ __all__ = [
     "Context",
     "LayerKind",
     "LayerOutput",
-    "Names",
-    "Rounds",
     "StageFunctions",
     "Tree",
-    "pairing_point",
 ]  # fmt: skip

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import jax
 
 Tree = Any  # a pytree, of arrays unless a docstring says otherwise
-Names = tuple[str, ...]
-Rounds = Iterable[tuple[str | None, str | None]]
-IN_FORWARD, IN_GRADIENT = "point of F: ", "point of a gradient: "  # prefixes of the points' names
+Half = tuple[Callable[["jax.Array"], Tree], "jax.Array"]  # F or a gradient, and its x or dy
+Pair = Callable[[Half, Half], Iterable[Tree]]
+POINT = "point of "  # a name with this prefix marks a point of a layer, not a value to be stored
 EMBED_HEAD = "embed_head"
 PRODUCT = "product"  # selective rematerialisation stores values of this name, like matrix products
 
@@ -107,13 +107,10 @@ class LayerKind:
         of the backward pass instead of a gradient. A step returns in `Aux.maxima`, under the
         variable's name, its elementwise maximum, at least 0, over layers, microbatches, replicas
         and devices along tp.
-      pair: `(forward, gradient) -> rounds`: how F of such a layer interleaves with the gradient of
-        a layer of another stage, where a schedule has both in one cell (DualPipe). The arguments
-        are the names of the points (`pairing_point`) that each reaches, in order. A round is one
-        name or None for each: both run up to these points without waiting for each other, and the
-        next round waits for both. What is left after the last round runs without order between the
-        two. The hook sees no values, so it can change none, and is not called where either has no
-        point. None: neither waits for the other.
+      pair: `(forward, gradient) -> (outputs, outputs)`: runs F of such a layer and the gradient of
+        a layer of another stage, where a schedule has both in one cell (DualPipe). Each is given as
+        a function and its x or dy; the results are those of the two functions, in an order of
+        their equations that the kind chooses. None: neither waits for the other.
       reads: what layers of this kind read besides their own parameters: ("embed_head",) for the
         parameters of embedding and head, in `Context.embed_head`. The step adds the gradients there
         to those of embedding and head.
@@ -133,7 +130,7 @@ class LayerKind:
     state: Callable[["jax.Array", Tree], Tree] | None = None
     keep: tuple[str, ...] = field(default=())
     statistics: tuple[str, ...] = field(default=())
-    pair: Callable[[Names, Names], Rounds] | None = None
+    pair: Pair | None = None
     reads: tuple[str, ...] = field(default=())
 
     def __post_init__(self):
@@ -142,21 +139,3 @@ class LayerKind:
                 f"LayerKind.reads={self.reads!r}: a layer can read the parameters of embedding and "
                 f"head alone; give ({EMBED_HEAD!r},) or ()."
             )
-
-
-def pairing_point(x: "jax.Array", name: str) -> "jax.Array":
-    """Return x and mark a point where F, or the gradient at x, may pause (`LayerKind.pair`).
-
-    A gradient reaches the points of its layer from the last to the first.
-    """
-    import jax
-    from jax.ad_checkpoint import checkpoint_name
-
-    @jax.custom_vjp
-    def named(x: jax.Array) -> jax.Array:
-        return checkpoint_name(x, IN_FORWARD + name)
-
-    named.defvjp(
-        lambda x: (named(x), None), lambda _, dy: (checkpoint_name(dy, IN_GRADIENT + name),)
-    )
-    return named(x)

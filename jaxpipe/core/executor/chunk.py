@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.core.contract import Aux, Context, Tree
+from jaxpipe.core.contract.layer import Pair
 from jaxpipe.core.executor.layer_run import LayerRun
 from jaxpipe.core.executor.ring_buffers import GradientInputs, RingArrays
 from jaxpipe.core.executor.step_data import Mean
@@ -97,7 +98,7 @@ class Chunk:
         return any(run.kind.kind.reads for run in self.runs)
 
     @property
-    def hooks(self) -> list[Callable[..., Any] | None]:
+    def pairs(self) -> list[Pair | None]:
         """`LayerKind.pair` of the layers of every run, in the order of F."""
         return [run.kind.kind.pair for run in self.runs]
 

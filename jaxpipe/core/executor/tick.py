@@ -197,7 +197,7 @@ class DeviceWork:
             inputs, x = self._given_forward(step, carry, row)
             behind, dy = self._given_gradient(step, carry, row, pair.op, pair.gradient)
             layers = back.gradient_runs(pair.op, behind, lambda layer, _: read[layer.ring])
-            outputs, gradients = run_paired(ahead.forward_runs(inputs), x, layers, dy, ahead.hooks)
+            outputs, gradients = run_paired(ahead.forward_runs(inputs), x, layers, dy, ahead.pairs)
             return self._forward_made(carry, row, outputs), gradients
 
         forward, gradient = lax.cond(runs, run, lambda: passed)

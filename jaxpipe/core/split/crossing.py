@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jaxpipe.core.contract.layer import IN_FORWARD, IN_GRADIENT, PRODUCT
+from jaxpipe.core.contract.layer import POINT, PRODUCT
 from jaxpipe.core.split.jaxpr import dependents, equations_to, has_effects, reads, variables_in
 from jaxpipe.core.split.ports import Ports
 
@@ -187,7 +187,7 @@ def _only_rearranges(eqn: JaxprEqn) -> bool:
     """
     name = eqn.primitive.name
     if name == "name":
-        return eqn.params["name"].startswith((IN_FORWARD, IN_GRADIENT))
+        return eqn.params["name"].startswith(POINT)
     if name not in _LAYOUT or (len(eqn.invars) != 1 and name != "gather"):
         return False
     return _bytes(eqn.outvars[0].aval) >= _bytes(eqn.invars[0].aval)

@@ -1,6 +1,5 @@
 """A Llama-style decoder as pure functions."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -8,14 +7,16 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpipe.core.contract import Context, LayerOutput, Names, Rounds, StageFunctions
+from jaxpipe.core.contract import Context, LayerOutput, StageFunctions
+from jaxpipe.core.contract.layer import Pair
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama.layers import LlamaEmbedHead, LlamaLayer
 from jaxpipe.model.layers.moe.balance import REAL, ROUTES, Balance
 from jaxpipe.model.layers.moe.config import is_sparse
-from jaxpipe.model.layers.moe.experts import PRODUCTS, run_in_rounds
+from jaxpipe.model.layers.moe.experts import PRODUCTS, exchange_in_turn
 from jaxpipe.model.layers.moe.layer import KEEP
+from jaxpipe.model.layers.pairing import in_rounds
 from jaxpipe.model.layers.parts import EmbedHeadParts, Init
 from jaxpipe.model.options import LayerParts
 
@@ -60,9 +61,10 @@ class LlamaDecoder(CausalDecoder):
         """The choice of experts, which rounding must not change between F and B."""
         return KEEP if is_sparse(kind) else ()
 
-    def pair(self, kind: str) -> Callable[[Names, Names], Rounds] | None:
+    def pair(self, kind: str) -> Pair | None:
         """Rounds that exchange rows with the experts during the paired layer's products."""
-        return run_in_rounds if is_sparse(kind) and self.sharing.replicas.size > 1 else None
+        in_turn = is_sparse(kind) and self.sharing.replicas.size > 1
+        return in_rounds(exchange_in_turn) if in_turn else None
 
     @cached_property
     def functions(self) -> StageFunctions:

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpipe.core.contract import Names, Rounds, pairing_point
 from jaxpipe.core.contract.devices import OneDevice
 from jaxpipe.core.contract.experts import AllExperts
 from jaxpipe.core.contract.parameter import EP, TP, ParamSpec
@@ -30,6 +29,7 @@ from jaxpipe.model.layers.moe.dispatch import (
     sum_from_slots,
 )
 from jaxpipe.model.layers.moe.products import Product
+from jaxpipe.model.layers.pairing import Names, Rounds, pairing_point
 from jaxpipe.model.layers.parts import Dot, Init
 
 # From vectors of each expert, `[E, X]`, those of each row's own expert, in the dtype of the rows.
@@ -242,7 +242,7 @@ def choose_dispatch(
     return DroplessDispatch(config.n_experts, replicas, product)
 
 
-def run_in_rounds(forward: Names, gradient: Names) -> Rounds:
+def exchange_in_turn(forward: Names, gradient: Names) -> Rounds:
     """Pair F of a layer with the gradient of another, so that all-to-alls overlap with products.
 
     In each round one of them exchanges rows while the other computes: attention, experts, experts,
@@ -263,7 +263,7 @@ def _send_rows(
 
 
 def _exchange_rows(replicas: AllExperts, rows: jax.Array, to: str) -> jax.Array:
-    """All-to-all of rows between two pairing points, which `run_in_rounds` names."""
+    """All-to-all of rows between two pairing points, which `exchange_in_turn` names."""
     if replicas.size == 1:
         return rows
     return pairing_point(replicas.exchange(pairing_point(rows, f"to {to}")), f"at {to}")

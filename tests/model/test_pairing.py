@@ -12,14 +12,14 @@ from orders import near
 from programs import find_scan
 from toy import TOY, toy_batch, toy_params
 
-from jaxpipe.core.contract import Context, LayerKind, LayerOutput, pairing_point
+from jaxpipe.core.contract import Context, LayerKind, LayerOutput
 from jaxpipe.core.executor import Execution, Pipeline, losses_and_gradients_ref
-from jaxpipe.core.executor.paired import run_in_rounds
 from jaxpipe.core.mesh import StageLayout, make_mesh
 from jaxpipe.core.schedule import Lockstep
 from jaxpipe.core.split import POLICIES, split_layer
 from jaxpipe.core.split.jaxpr import dependents
 from jaxpipe.core.split.split import Cotangent
+from jaxpipe.model.layers.pairing import in_rounds, pairing_point, run_in_rounds
 
 PAIRED = Lockstep(transfer_ticks=1, pairs=True)
 
@@ -51,7 +51,7 @@ def abreast():
 def pipeline_of(name, counts, hook, pp=2, **execution):
     """Return the pipeline and the inputs of its step."""
     schedule = near(name, pp, 2 * pp, virtual_stages=2)
-    model = replace(TOY, kinds=LayerKind(layer, pair=hook))
+    model = replace(TOY, kinds=LayerKind(layer, pair=hook and in_rounds(hook)))
     layout = StageLayout(tuple(counts(schedule.stages)), schedule.placement)
     shared, layers = toy_params(0, layout.layers, jnp.float64)
     batch = toy_batch(1, schedule.microbatches, 2)
