@@ -99,7 +99,8 @@ def write_checksums(directory: AnyPath, process: int | None = None) -> None:
     lines = [f"{checksum}  {name}\n" for name, checksum in _checksums(directory, files)]
     of = "" if process is None else f".process_{process}"
     # Orbax syncs the arrays: a power loss must not lose only this file.
-    storage.write_synced(directory / f"checksums{of}.xxh128", "".join(lines))
+    path = directory / f"checksums{of}.xxh128"
+    storage.write_whole(path, "".join(lines).encode(), synced=True)
 
 
 def check_files(directory: AnyPath, process: int = 0, count: int = 1) -> int:

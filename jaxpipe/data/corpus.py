@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.prepare.writing import replace_atomically
 from jaxpipe.data.shards.documents import ShardedDocuments
 from jaxpipe.data.shards.tokens import open_tokens
+from jaxpipe.runtime.storage.writing import replace_atomically
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 PARTS = ("train.npy", "heldout.npy")

@@ -9,11 +9,11 @@ from typing import Self
 import numpy as np
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.prepare.writing import replace_atomically, sync_folder
 from jaxpipe.data.shards.documents import ShardedDocuments
 from jaxpipe.data.shards.manifest import MANIFEST, FolderManifest, read_manifest
 from jaxpipe.data.shards.token_files import open_documents
 from jaxpipe.runtime.storage.errors import remedy_of
+from jaxpipe.runtime.storage.writing import replace_atomically, sync_folder
 
 REFERENCE = "reference"  # ending of the files with scores, by which training finds them
 

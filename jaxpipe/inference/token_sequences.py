@@ -8,7 +8,7 @@ from typing import IO, Any
 import numpy as np
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.prepare.writing import replace_atomically
+from jaxpipe.runtime.storage.writing import replace_atomically
 
 JSON_LINES = ".jsonl"
 

@@ -17,6 +17,7 @@ from jaxpipe.config import first_line
 from jaxpipe.runtime import position
 from jaxpipe.runtime.bounded_server import BoundedServer
 from jaxpipe.runtime.storage.directory import remove_with_folders
+from jaxpipe.runtime.storage.writing import replace_atomically
 
 _NAME = re.compile(r"[\w-]+(/[\w-]+)*\.\w+", re.ASCII)  # of a file in the folder
 _SECONDS = 60  # that a connection which has the word may be silent
@@ -70,16 +71,13 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not re.fullmatch(r"[0-9]{1,18}", length):
             return self.send_error(411)
-        fresh = path.with_name(f"{path.name}.new")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with fresh.open("wb") as file:
-                left = _copy(self.rfile, file, int(length))
-            if left:
-                raise ConnectionError
-            fresh.replace(path)
+            with replace_atomically(path, shared=False, synced=False) as file:
+                if _copy(self.rfile, file, int(length)):
+                    raise ConnectionError
         except OSError as error:
-            remove_with_folders(fresh, self.server.folder)
+            remove_with_folders(path.with_name(f"{path.name}.new"), self.server.folder)
             return self.send_error(507, error.strerror)
         self.send_response(201)
         self.send_header("Content-Length", "0")

@@ -320,7 +320,10 @@ def place_of(mesh: Any) -> str:
 
 
 def _overwrite(path: Path, text: str) -> None:
-    """Write a small file in place by one call, so that a reader finds it complete."""
+    """Write a small file in place by one call, so that a reader finds it complete.
+
+    A new file, as `write_whole` makes, could not be written to a full disk.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:

@@ -14,8 +14,8 @@ from typing import BinaryIO
 import msgspec
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.prepare.writing import replace_atomically
 from jaxpipe.data.shards.manifest import JOURNAL, MANIFEST, HistogramBin, ShardEntry, read_manifest
+from jaxpipe.runtime.storage.writing import replace_atomically
 
 _SHARD = re.compile(r"\d{6,}\.(bin|idx|mask)")
 _UNFINISHED = re.compile(r".+\.[0-9a-f]{32}\.tmp")  # see `replace_atomically`
@@ -43,6 +43,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
+        # Unlike `lockf`, which locks only what is open for writing, it can lock the folder itself.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:

@@ -43,7 +43,7 @@ from jaxpipe.data.prepare.tokenizing import (
     load_tokenizer,
 )
 from jaxpipe.data.prepare.workers import Report, run_workers
-from jaxpipe.data.prepare.writing import DocumentBatch, replace_atomically, sync_folder, write_shard
+from jaxpipe.data.prepare.writing import DocumentBatch, write_shard
 from jaxpipe.data.shards.manifest import (
     JOURNAL,
     MANIFEST,
@@ -53,6 +53,7 @@ from jaxpipe.data.shards.manifest import (
     merge_histograms,
     read_manifest,
 )
+from jaxpipe.runtime.storage.writing import replace_atomically, sync_folder
 from jaxpipe.tokenizer.files import TokenizerFiles
 
 _BATCH = 1 << 18  # characters tokenised per call

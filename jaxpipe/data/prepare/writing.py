@@ -1,10 +1,7 @@
-"""Write shards atomically: a file with its final name is complete and synced to disk."""
+"""Write shards, of which a file with its final name is complete and synced to disk."""
 
 import hashlib
-import os
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -13,6 +10,7 @@ import numpy as np
 
 from jaxpipe.data.shards.indexed import CODES, HEADER, MAGIC
 from jaxpipe.data.shards.manifest import ShardEntry
+from jaxpipe.runtime.storage.writing import replace_atomically, sync_folder
 
 
 class DocumentBatch(NamedTuple):
@@ -21,32 +19,6 @@ class DocumentBatch(NamedTuple):
     ids: np.ndarray  # integers [tokens]
     lengths: np.ndarray  # integers [documents] > 0, with the sum `tokens`
     counted: np.ndarray  # bool [tokens]: whether a token counts in the loss as a target
-
-
-@contextmanager
-def replace_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file, which replaces `path` once it is complete and synced to disk.
-
-    Several processes, also of several hosts, may write at the same time: the last one wins.
-    """
-    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with unfinished.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync the names of a folder's files to disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_shard(

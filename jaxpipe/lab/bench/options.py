@@ -18,6 +18,7 @@ from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.planning.rules.sizes import resolve_sizes
 from jaxpipe.runtime.devices import check_devices
 from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
+from jaxpipe.runtime.storage.files import write_whole
 
 
 def add_config(parser: argparse.ArgumentParser, example: str) -> None:
@@ -82,7 +83,8 @@ def provenance(arguments: argparse.Namespace) -> dict[str, Any]:
 def write_json(result: Any, path: Path | None) -> None:
     """Write the results as JSON if `path` is given."""
     if path:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+        content = msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n"
+        write_whole(path, content)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

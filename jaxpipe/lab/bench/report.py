@@ -62,9 +62,7 @@ class ReportResult(msgspec.Struct):
 
     def write(self, path: Path) -> None:
         """Write the JSON file, which is replaced atomically."""
-        fresh = path.with_name(f"{path.name}.new")
-        write_json(self, fresh)
-        fresh.replace(path)
+        write_json(self, path)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

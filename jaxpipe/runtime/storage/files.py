@@ -38,6 +38,7 @@ from jaxpipe.runtime.storage.object_stores import (
     matches,
     state_of,
 )
+from jaxpipe.runtime.storage.writing import replace_atomically
 
 AnyPath = Any  # `Path`, or `epath.Path`, which has the methods of `Path` that are used on it
 COMMIT = "commit_success.txt"  # Orbax writes it into a complete checkpoint, after all other files
@@ -97,43 +98,24 @@ def probe(directory: AnyPath) -> None:
     tempfile.TemporaryFile(dir=directory).close()
 
 
-def write_whole(path: AnyPath, content: bytes) -> None:
-    """Write a file so that a reader finds all of it or nothing new.
+def write_whole(path: AnyPath, content: bytes, *, synced: bool = False) -> None:
+    """Write a file so that a reader finds all of it or nothing new; creates its folder.
 
-    On a disk it is written to a temporary file in the same folder, which is then renamed. Links are
-    not followed: anything with the temporary file's name is removed first. One process at a time
-    may write a given file.
+    One process at a time may write a given file. `synced` waits until a disk has it, as a store
+    always does.
     """
     if is_address(path):
         with as_os_errors():
             file_system(str(path)).pipe_file(str(path), content)
         return
-    fresh = path.with_name(f"{path.name}.new")
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh.unlink(missing_ok=True)
-    try:
-        with fresh.open("xb") as file:
-            file.write(content)
-        fresh.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            fresh.unlink(missing_ok=True)
-        raise
+    with replace_atomically(path, shared=False, synced=synced) as file:
+        file.write(content)
 
 
 def open_binary(path: AnyPath) -> BinaryIO:
     """Open a file for reading, without a buffer on a disk."""
     return path.open("rb") if is_address(path) else path.open("rb", buffering=0)
-
-
-def write_synced(path: AnyPath, text: str) -> None:
-    """Write a text file and wait until the disk or the store has it; not atomic on a disk."""
-    if is_address(path):
-        return write_whole(path, text.encode())
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def modified(path: AnyPath) -> float:
