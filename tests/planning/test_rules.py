@@ -28,10 +28,10 @@ def test_the_command_prints_every_rule(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_page_of_settings_is_what_the_command_prints(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """If not: python -m jaxpipe.plan --settings > jaxpipe/config/SETTINGS.md."""
     with pytest.raises(SystemExit):
         plan.main(["--settings"])
-    assert capsys.readouterr().out == PAGE.read_text()
+    command = "python -m jaxpipe.plan --settings > jaxpipe/config/SETTINGS.md"
+    assert capsys.readouterr().out == PAGE.read_text(), f"write it anew: {command}"
 
 
 def test_the_page_has_every_setting_with_its_rules() -> None:
