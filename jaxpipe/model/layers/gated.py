@@ -1,12 +1,12 @@
 """The gated units of an MLP or an expert: how its two hidden products become one."""
 
 from collections.abc import Callable
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-Gate = Literal["silu", "gelu_tanh", "clamped"]
+from jaxpipe.model.variant import Gate
+
 CLAMP, SLOPE = 7.0, 1.702  # of the clamped gate
 
 

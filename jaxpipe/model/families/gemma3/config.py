@@ -9,6 +9,7 @@ from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama.presets import Preset, decoder_sizes
 from jaxpipe.model.family import Count
 from jaxpipe.model.layers.moe.config import NotNegative
+from jaxpipe.model.variant import Variant
 
 
 class Gemma3Config(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -25,10 +26,9 @@ class Gemma3Config(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only
     query_width: Count = 0  # scores are divided by its square root; 0: head_dim
     logit_softcap: NotNegative = 0.0  # bound c: logits become c tanh(logit / c); 0: none
 
-    GATE: ClassVar[str] = "gelu_tanh"
-    NORM_OFFSET: ClassVar[float] = 1.0
-    POST_NORMS: ClassVar[bool] = True
-    EMBED_SCALED: ClassVar[bool] = True
+    VARIANT: ClassVar[Variant] = Variant(
+        "gelu_tanh", norm_offset=1.0, has_post_norms=True, scales_embedding=True
+    )
 
     def resolved(self) -> Self:
         """The same configuration with every derived size filled in."""

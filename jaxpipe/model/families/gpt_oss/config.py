@@ -7,6 +7,7 @@ from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama.presets import Preset, decoder_sizes
 from jaxpipe.model.family import Count, Positive
 from jaxpipe.model.layers.rope.config import Scaling
+from jaxpipe.model.variant import Variant
 
 
 class GptOssConfig(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -24,10 +25,9 @@ class GptOssConfig(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only
     global_every: Count = 2
     qkv_bias: bool = True
 
-    SINKS: ClassVar[bool] = True
-    OUT_BIAS: ClassVar[bool] = True
-    EXPERT_BIASES: ClassVar[bool] = True
-    GATE: ClassVar[str] = "clamped"
+    VARIANT: ClassVar[Variant] = Variant(
+        "clamped", has_sinks=True, has_out_bias=True, has_expert_biases=True
+    )
 
 
 def _sizes(layers: int, experts: int) -> Preset:

@@ -1,7 +1,7 @@
 """Sizes and choices of a Llama-style decoder, and the rules between them."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Self
+from typing import Self
 
 from msgspec.structs import replace
 
@@ -22,10 +22,6 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
     qkv_bias: bool = False  # biases on queries, keys and values (Qwen2.5)
     qk_norm: bool = False  # RMSNorm on every query and key head (Qwen3)
     tie_embeddings: bool = False  # the head is the transposed embedding
-
-    # What families that derive from this one change, beside those of `RotaryConfig`.
-    SINKS: ClassVar[bool] = False  # whether each head attends to a key of learned score and value 0
-    OUT_BIAS: ClassVar[bool] = False  # whether attention's last product has a bias
 
     @property
     def query_factor(self) -> float:
@@ -80,10 +76,10 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
     @property
     def _vectors(self) -> int:
         """Number of parameters in norms, in sinks, and in the biases of attention."""
-        d, k = self.d_model, self.head_size
+        d, k, variant = self.d_model, self.head_size, self.VARIANT
         attention = 2 * k * self.qk_norm + k * (self.n_heads + 2 * self.n_kv_heads) * self.qkv_bias
-        attention += self.n_heads * self.SINKS + d * self.OUT_BIAS
-        return self.n_layers * (attention + (4 if self.POST_NORMS else 2) * d) + d
+        attention += self.n_heads * variant.has_sinks + d * variant.has_out_bias
+        return self.n_layers * (attention + (4 if variant.has_post_norms else 2) * d) + d
 
     def flops_per_token(self, seq_len: int) -> int:
         """6 per matrix parameter and 12 H K S per layer, with S at most the layer's window.
@@ -109,7 +105,7 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
 
     def attention_case(self, case: AttentionCase, tp: int) -> AttentionCase:
         """The case with what attention of this model asks for, on one of `tp` devices."""
-        return super().attention_case(case, tp)._replace(has_sinks=self.SINKS)
+        return super().attention_case(case, tp)._replace(has_sinks=self.VARIANT.has_sinks)
 
     def broken_rules(self, tp: int) -> Iterator[str]:
         """Yield a sentence for every rule that the sizes break, alone or with `parallel.tp`.

@@ -59,9 +59,9 @@ class LlamaAttention(nnx.Module):
             self.bq = init("attn/bq", (config.n_heads * k,), 0.0, parts.cut(0))
             self.bk = init("attn/bk", (config.n_kv_heads * k,), 0.0, kv)
             self.bv = init("attn/bv", (config.n_kv_heads * k,), 0.0, kv)
-        if config.OUT_BIAS:
+        if config.VARIANT.has_out_bias:
             self.bo = init("attn/bo", (d,), 0.0, parts.own(differs=devices.sequence))
-        if config.SINKS:
+        if config.VARIANT.has_sinks:
             self.sinks = init("attn/sinks", (config.n_heads,), 0.02, parts.cut(0))
         if config.qk_norm:
             norm = parts.own(differs=devices.size > 1)
@@ -92,12 +92,14 @@ class LlamaAttention(nnx.Module):
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK, k_BLGK = self.place(q_BLHK, k_BLGK, positions_BL)
         given = given._replace(documents=self.limit(given.documents, positions_BL))
-        keys = Keys((k_BLGK, v_BLGK), sink_H=self.sinks[...] if config.SINKS else None)
-        mixed_BLHK, cache = self.attend(q_BLHK, keys, given)
+        sink_H = self.sinks[...] if config.VARIANT.has_sinks else None
+        mixed_BLHK, cache = self.attend(q_BLHK, Keys((k_BLGK, v_BLGK), sink_H=sink_H), given)
         mixed_BLX = mixed_BLHK.reshape(*x_BLD.shape[:2], -1)
         (made_BLD,) = dot(mixed_BLX, wo=self.wo[...])
         y_BLD = devices.leave(made_BLD)
-        return y_BLD + broadcast_last(self.bo[...], y_BLD) if config.OUT_BIAS else y_BLD, cache
+        if config.VARIANT.has_out_bias:
+            y_BLD = y_BLD + broadcast_last(self.bo[...], y_BLD)
+        return y_BLD, cache
 
     def place(
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, positions_BL: jax.Array
@@ -130,7 +132,7 @@ class LlamaMLP(nnx.Module):
         self.w_gate = init(f"{name}/w_gate", (d, f), 0.02, parts.cut(1))
         self.w_up = init(f"{name}/w_up", (d, f), 0.02, parts.cut(1))
         self.w_down = init(f"{name}/w_down", (f, d), out_std, parts.cut(0))
-        self.gate, self.devices = config.GATE, parts.devices
+        self.gate, self.devices = config.VARIANT.gate, parts.devices
 
     def __call__(self, x_BLD: jax.Array, dot: Dot) -> jax.Array:
         """Transform each token: `[B, L, D] -> [B, L, D]`."""
@@ -146,7 +148,7 @@ class LlamaMLP(nnx.Module):
 class LlamaLayer(nnx.Module):
     """Attention and MLP, or a mixture of experts, each behind a norm and added to the stream.
 
-    With `POST_NORMS` what they return has a norm, too (Gemma 3).
+    With `has_post_norms` what they return has a norm, too (Gemma 3).
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class LlamaLayer(nnx.Module):
     ):  # fmt: skip
         config = config.of_kind(kind)
         names = "attn_norm", "mlp_norm"
-        names += ("attn_post_norm", "mlp_post_norm") if config.POST_NORMS else ()
+        names += ("attn_post_norm", "mlp_post_norm") if config.VARIANT.has_post_norms else ()
         leaf = parts.own(differs=parts.devices.sequence)
         for name in names:
             setattr(self, name, new_norm(name, config.d_model, config, init, leaf))
@@ -166,7 +168,7 @@ class LlamaLayer(nnx.Module):
             self.moe = MixtureOfExperts(config, parts, init, shared)
         else:
             self.mlp = LlamaMLP("mlp", config.d_ff, config, parts, init)
-        self.is_sparse, self.has_post_norms = is_sparse(kind), config.POST_NORMS
+        self.is_sparse, self.has_post_norms = is_sparse(kind), config.VARIANT.has_post_norms
 
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, context: Context, given: LayerInputs
@@ -188,7 +190,7 @@ class LlamaLayer(nnx.Module):
 
 def new_norm(name: str, size: int, config: RotaryConfig, init: Init, leaf: ParamSpec) -> RMSNorm:
     """Build a norm of a model: `RMSNorm` with its epsilon and offset."""
-    return RMSNorm(name, size, config.norm_eps, init, leaf, config.NORM_OFFSET)
+    return RMSNorm(name, size, config.norm_eps, init, leaf, config.VARIANT.norm_offset)
 
 
 class LlamaEmbedHead(nnx.Module):
@@ -204,7 +206,7 @@ class LlamaEmbedHead(nnx.Module):
         if not config.tied:
             self.head = init("head", (d, v), 0.02, parts.cut(1))
         self.tied, self.parts = config.tied, parts
-        self.scale = d**0.5 if config.EMBED_SCALED else 1.0
+        self.scale = d**0.5 if config.VARIANT.scales_embedding else 1.0
 
     def enter(self, tokens_BL: jax.Array) -> jax.Array:
         """Embed tokens: `[B, L] -> [B, L, D]`."""

@@ -10,6 +10,7 @@ from jaxpipe.model.families.llama.config import LOCAL, LlamaConfig
 from jaxpipe.model.families.llama.presets import Preset, decoder_sizes
 from jaxpipe.model.family import Count, Positive
 from jaxpipe.model.layers.moe.config import NotNegative
+from jaxpipe.model.variant import Variant
 
 
 class Llama4Config(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -30,7 +31,7 @@ class Llama4Config(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only
     norm_topk_prob: bool = False
     shared_experts: Count = 1
 
-    SCALES_INPUTS: ClassVar[bool] = True
+    VARIANT: ClassVar[Variant] = Variant(weighs_inputs=True)
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:

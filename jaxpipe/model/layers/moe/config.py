@@ -8,6 +8,7 @@ from msgspec.structs import fields, replace
 
 from jaxpipe.model.decoder_config import DecoderConfig, PositiveFloat
 from jaxpipe.model.family import Count, Positive
+from jaxpipe.model.variant import LLAMA, Variant
 
 DENSE, SPARSE = "layer", "sparse"  # the layer kinds
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -47,10 +48,7 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     # slots per expert in training, as a multiple of the mean load; 0: dropless, like evaluations
     capacity_factor: NotNegative = 0.0
 
-    # What families that derive from this one change.
-    GATE: ClassVar[str] = "silu"  # gate of MLPs and experts (`jaxpipe.model.layers.gated`)
-    EXPERT_BIASES: ClassVar[bool] = False  # whether the router and the experts' products have one
-    SCALES_INPUTS: ClassVar[bool] = False  # whether weights multiply experts' inputs, not outputs
+    VARIANT: ClassVar[Variant] = LLAMA  # what the architecture alone decides
 
     def resolved(self) -> Self:
         """The same model with the widths of a head and of an expert filled in."""
@@ -135,7 +133,7 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
 
     def mlp_vectors(self, experts: int) -> int:
         """Count the biases of routers and experts, with `experts` routed experts per layer."""
-        if not self.EXPERT_BIASES:
+        if not self.VARIANT.has_expert_biases:
             return 0
         of_expert = 2 * self.expert_width + self.d_model
         return len(self.sparse_layers) * (self.n_experts + experts * of_expert)

@@ -2,8 +2,8 @@
 
 Shapes: N tokens of B examples, K experts per token, R = N K rows, S slots, D model, F an expert's
 hidden width, E experts on a device. A row's weight travels with the row and is multiplied in before
-the last product, or before the first (`SCALES_INPUTS`), so that the experts' outputs need not be
-stored for the weight's gradient.
+the last product, or before the first (`Variant.weighs_inputs`), so that the experts' outputs need
+not be stored for the weight's gradient.
 """
 
 import math
@@ -46,31 +46,33 @@ class Experts(nnx.Module):
 
     def __init__(self, config: MixtureConfig, devices: OneDevice, init: Init):
         e, d, f = config.n_experts, config.d_model, config.expert_width
+        variant = config.VARIANT
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
         outputs, inputs = (ParamSpec(sharded=((EP, 0), (TP, dim))) for dim in (2, 1))
         self.w_gate = init("experts/w_gate", (e, d, f), 0.02, outputs)
         self.w_up = init("experts/w_up", (e, d, f), 0.02, outputs)
         self.w_down = init("experts/w_down", (e, f, d), out_std, inputs)
-        if config.EXPERT_BIASES:
+        if variant.has_expert_biases:
             summed = ParamSpec(
                 sharded=((EP, 0),), partial_grad_axes=(TP,) if devices.size > 1 else ()
             )
             self.b_gate = init("experts/b_gate", (e, f), 0.0, inputs)
             self.b_up = init("experts/b_up", (e, f), 0.0, inputs)
             self.b_down = init("experts/b_down", (e, d), 0.0, summed)
-        self.gate, self.has_biases, self.size = config.GATE, config.EXPERT_BIASES, devices.size
-        self.scales_inputs = config.SCALES_INPUTS
+        self.variant, self.size = variant, devices.size
 
     def __call__(self, x: jax.Array, weights: jax.Array, dot: Dot, own: Select) -> jax.Array:
         """Transform rows `[..., D]` times `weights [..., 1]`; a partial sum per device along tp."""
-        x = x * weights if self.scales_inputs else x
+        x = x * weights if self.variant.weighs_inputs else x
         gate, up = dot(x, expert_gate=self.w_gate[...], expert_up=self.w_up[...])
-        if self.has_biases:
+        if self.variant.has_expert_biases:
             gate, up = gate + own(self.b_gate[...]), up + own(self.b_up[...])
-        hidden = gated(self.gate, gate, up)
-        hidden = hidden if self.scales_inputs else hidden * weights
+        hidden = gated(self.variant.gate, gate, up)
+        hidden = hidden if self.variant.weighs_inputs else hidden * weights
         (down,) = dot(hidden, expert_down=self.w_down[...])
-        return down + weights * (own(self.b_down[...]) / self.size) if self.has_biases else down
+        if not self.variant.has_expert_biases:
+            return down
+        return down + weights * (own(self.b_down[...]) / self.size)
 
 
 def own_of_batches(values_EX: jax.Array) -> jax.Array:

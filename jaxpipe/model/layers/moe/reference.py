@@ -39,7 +39,7 @@ class OneHot:
         x_END = jnp.broadcast_to(x_BLD.reshape(1, -1, x_BLD.shape[-1]), (count, *_tokens(x_BLD)))
         weights_EN1 = jnp.moveaxis(weights_BLE, -1, 0).reshape(count, -1, 1)
         at_inputs, at_outputs = weights_EN1, jnp.ones_like(weights_EN1)
-        if not self.config.SCALES_INPUTS:
+        if not self.config.VARIANT.weighs_inputs:
             at_inputs, at_outputs = at_outputs, at_inputs
         outputs_END = experts(x_END, at_inputs, dot, own_of_batches) * at_outputs
         dropped = (chosen - chosen_BLKE.sum()).astype(jnp.int32)

@@ -66,7 +66,7 @@ class Router(nnx.Module):
     def __init__(self, config: MixtureConfig, parts: LayerParts, init: Init):
         leaf = parts.own(differs=parts.devices.size > 1)
         self.gate = init("router/gate", (config.d_model, config.n_experts), 0.02, leaf)
-        if config.EXPERT_BIASES:
+        if config.VARIANT.has_expert_biases:
             self.bias = init("router/bias", (config.n_experts,), 0.0, leaf)
         self.config = config
 
@@ -76,7 +76,7 @@ class Router(nnx.Module):
         """Route tokens `[B, L, D]`; `given_BLK` replaces the choice, weighted by live scores."""
         config, wide = self.config, jnp.promote_types(x_BLD.dtype, jnp.float32)
         logits_BLE = x_BLD.astype(wide) @ self.gate[...].astype(wide)
-        if config.EXPERT_BIASES:
+        if config.VARIANT.has_expert_biases:
             logits_BLE += broadcast_last(self.bias[...], logits_BLE)
         softmax = config.router_score == "softmax"
         scores_BLE = jax.nn.softmax(logits_BLE) if softmax else jax.nn.sigmoid(logits_BLE)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from msgspec.structs import fields
 
@@ -52,11 +52,6 @@ class RotaryConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_on
     rope_attention_factor: NotNegative = 0.0
     rope_mscale: NotNegative = 0.0  # yarn: factor on 0.1 ln(rope_factor); 0: not given
     rope_mscale_all_dim: NotNegative = 0.0  # yarn: the same in the denominator; 0: not given
-
-    # What families that derive from this one change, beside those of `MixtureConfig`.
-    NORM_OFFSET: ClassVar[float] = 0.0  # what norms add to their stored scale
-    POST_NORMS: ClassVar[bool] = False  # whether what attention and MLP return has a norm, too
-    EMBED_SCALED: ClassVar[bool] = False  # whether embeddings are multiplied by sqrt(d_model)
 
     def of_kind(self, kind: str) -> Self:
         """The same configuration as layers of a kind read it."""

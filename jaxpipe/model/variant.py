@@ -1,0 +1,32 @@
+"""How the layers of one family of decoders differ from Llama's, by the architecture alone."""
+
+from typing import Literal, NamedTuple
+
+Gate = Literal["silu", "gelu_tanh", "clamped"]
+
+
+class Variant(NamedTuple):
+    """The choices of an architecture that no setting changes; the defaults are Llama's.
+
+    Attributes:
+      gate: gate of MLPs and experts (`jaxpipe.model.layers.gated`).
+      norm_offset: what norms add to their stored scale.
+      has_post_norms: whether what attention and MLP return has a norm, too.
+      scales_embedding: whether embeddings are multiplied by sqrt(d_model).
+      has_sinks: whether each head attends to one more key, of learned score and value 0.
+      has_out_bias: whether attention's last product has a bias.
+      has_expert_biases: whether the router and the experts' products have biases.
+      weighs_inputs: whether the router's weights multiply the experts' inputs, not their outputs.
+    """
+
+    gate: Gate = "silu"
+    norm_offset: float = 0.0
+    has_post_norms: bool = False
+    scales_embedding: bool = False
+    has_sinks: bool = False
+    has_out_bias: bool = False
+    has_expert_biases: bool = False
+    weighs_inputs: bool = False
+
+
+LLAMA = Variant()
