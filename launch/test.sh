@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Lint and test. ./launch/test.sh: all tests that are marked neither extended nor slow; --extended:
-# those marked extended; --all: all tests; --oldest: tests marked versions, with the oldest Python
-# and packages that pyproject.toml allows; --newest: the same with the newest there are, of jax also
-# pre-releases; or a part: ./launch/test.sh tests/schedule -k 1f1b. --cov=jaxpipe reports the lines
-# that tests run.
+# Lint and test. ./launch/test.sh: all tests that are marked neither extended nor slow; --core: those
+# in tests/core; --near FILE...: those that can reach the files by imports, nearest first, for one
+# minute; --extended: those marked extended; --all: all tests; --oldest: tests marked versions, with
+# the oldest Python and packages that pyproject.toml allows; --newest: the same with the newest there
+# are, of jax also pre-releases; or a part: ./launch/test.sh tests/schedules -k 1f1b. --cov=jaxpipe
+# reports the lines that tests run.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if [ "${1:-}" = --oldest ] || [ "${1:-}" = --newest ]; then
@@ -12,9 +13,10 @@ if [ "${1:-}" = --oldest ] || [ "${1:-}" = --newest ]; then
     export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
     exec "$folder/bin/python" -m pytest -m "versions and not slow" -p no:cacheprovider "${@:2}"
 fi
-extras=(test)
-[ "$(uname -s)" = Linux ] && extras+=(aot) # the compiler of GPU programs supports Linux only
-prepare "${extras[@]}"
+case "$(uname -s) ${1:-}" in
+'Linux --extended' | 'Linux --all') prepare test aot ;; # the compiler of GPU programs has 1.3 GB
+*) prepare test ;;
+esac
 python=.venv/bin/python
 
 # A persistent cache, so that a step that several tests or runs compile is compiled once. A program
@@ -29,16 +31,22 @@ export JAX_COMPILATION_CACHE_DIR=$cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SE
 
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile all sources
 
-case "${1:-}" in
-'') set -- -m 'not extended and not slow' ;;
---extended) set -- -m 'extended and not slow' ;;
---all) shift ;;
-*) part=yes ;;
-esac
-if [ -z "${part:-}" ]; then
+lint() {
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
-fi
+}
+short='not extended and not slow'
+case "${1:-}" in
+'') lint; set -- -m "$short" ;;
+--extended) lint; set -- -m 'extended and not slow' ;;
+--all) lint; shift ;;
+--core) set -- -m "$short" tests/core "${@:2}" ;;
+--near)
+    near=$($python tests/support/near.py "${@:2}")
+    # shellcheck disable=SC2086 # a word for each file
+    set -- -m "$short" --dist load --maxschedchunk 2 -x --session-timeout 60 $near
+    ;;
+esac
 # Each worker takes a run of neighbouring tests, which share fixtures and compiled steps of their
 # file; an idle worker takes half of the tests that another has left.
 $python -m pytest -n auto --maxprocesses 4 --dist worksteal "$@"

@@ -17,7 +17,13 @@ LLAMA = str(Path(__file__).parents[2] / "configs" / "llama3_8b_pp4.toml")
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 HAS_COMPILER = any(map(importlib.util.find_spec, PLUGINS))
 HAS_CUDNN = all(map(importlib.util.find_spec, ("nvidia", "nvidia.cudnn")))
-needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs jaxpipe[aot]")
+
+
+def needs_compiler(test):
+    """Mark a test of the GPU compiler, which `./launch/test.sh --extended` installs."""
+    return pytest.mark.extended(
+        pytest.mark.skipif(not HAS_COMPILER, reason="needs jaxpipe[aot]")(test)
+    )
 
 
 def plan(*arguments, config=SMALL, flags=""):

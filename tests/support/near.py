@@ -99,6 +99,18 @@ def nearest_tests(paths: Iterable[Path]) -> list[Path]:
     return sorted(tests, key=lambda path: (path.parent not in own, found[path]))
 
 
-if __name__ == "__main__":
-    nearest = nearest_tests(Path(name).resolve() for name in sys.argv[1:])
+def main(arguments: list[str]) -> int:
+    """Print the tests of the files, or one sentence where there are none; return the exit code."""
+    paths = [Path(name).resolve() for name in arguments]
+    unknown = {*paths} - {*modules().values(), *test_files()}
+    nearest = [] if unknown else nearest_tests(paths)
+    if not nearest:
+        what = ", ".join(sorted(map(str, unknown or paths))) or "no file"
+        sys.stderr.write(f"error: {what}: no test reaches it by imports.\n")
+        return 2
     sys.stdout.writelines(f"{path.relative_to(ROOT)}\n" for path in nearest)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
