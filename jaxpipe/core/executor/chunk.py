@@ -102,26 +102,28 @@ class Chunk:
         """`LayerKind.pair` of the layers of every run, in the order of F."""
         return [run.kind.kind.pair for run in self.runs]
 
-    def forward(self, given: ActionInputs, before: ForwardOutputs) -> ForwardOutputs:
+    def forward(self, inputs: ActionInputs, before: ForwardOutputs) -> ForwardOutputs:
         """Run F of the chunk on `before.y`, which is x."""
-        return run_in_order(self.forward_runs(given), before)
+        return run_in_order(self.forward_runs(inputs), before)
 
-    def forward_runs(self, given: ActionInputs) -> list[Callable[[ForwardOutputs], ForwardOutputs]]:
+    def forward_runs(
+        self, inputs: ActionInputs
+    ) -> list[Callable[[ForwardOutputs], ForwardOutputs]]:
         """Return F of every run as a function of the outputs of the run before it."""
         around = zip((None, *self.runs), self.runs, (*self.runs[1:], None))
-        return [partial(_run_forward, given, *runs) for runs in around]
+        return [partial(_run_forward, inputs, *runs) for runs in around]
 
     def gradient(
-        self, op: Op, given: ActionInputs, before: BackwardOutputs, read_inputs: ReadInputs,
+        self, op: Op, inputs: ActionInputs, before: BackwardOutputs, read_inputs: ReadInputs,
         *, in_turn: bool = False,
     ) -> BackwardOutputs:  # fmt: skip
         """Run B, W or BW on `before.dx`, which is dy; other arguments as in `gradient_runs`."""
-        return run_in_order(self.gradient_runs(op, given, read_inputs, in_turn=in_turn), before)
+        return run_in_order(self.gradient_runs(op, inputs, read_inputs, in_turn=in_turn), before)
 
     def last_gradient(
         self,
         op: Op,
-        given: ActionInputs,
+        inputs: ActionInputs,
         before: BackwardOutputs,
         read_inputs: ReadInputs,
         runs: jax.Array,
@@ -132,25 +134,26 @@ class Chunk:
         The gradient sums of a run are reduced as soon as the next run in backward order is
         finished, and no later computation depends on them, so the reduction overlaps with compute.
         """
-        made, last = before, len(self.runs) - 1
-        for done, run in enumerate(
-            self.gradient_runs(op, given, read_inputs, in_turn=True, counts=runs)
-        ):
-            place, made = last - done, run(made)
-            if done:
-                totals = list(made.grad_sums)
-                totals[place + 1] = self.runs[place + 1].reduce(totals[place + 1])
-                made = made._replace(grad_sums=tuple(totals))
-        first, *others = made.grad_sums
-        observed = jax.tree.map(partial(jnp.where, runs), made.statistics, before.statistics)
-        return made._replace(grad_sums=(self.runs[0].reduce(first), *others), statistics=observed)
+        actions = self.gradient_runs(op, inputs, read_inputs, in_turn=True, counts=runs)
+        outputs = actions[0](before)
+        for place, action in zip(reversed(range(1, len(self.runs))), actions[1:]):
+            outputs = action(outputs)  # of the run before `place`
+            outputs = outputs._replace(grad_sums=self._with_reduced(outputs.grad_sums, place))
+        statistics = jax.tree.map(partial(jnp.where, runs), outputs.statistics, before.statistics)
+        grad_sums = self._with_reduced(outputs.grad_sums, 0)
+        return outputs._replace(grad_sums=grad_sums, statistics=statistics)
+
+    def _with_reduced(self, totals: tuple[Tree, ...], place: int) -> tuple[Tree, ...]:
+        """Return the gradient sums of all runs, with those of one run reduced over replicas."""
+        reduced = self.runs[place].reduce(totals[place])
+        return (*totals[:place], reduced, *totals[place + 1 :])
 
     def reduce(self, totals: tuple[Tree, ...]) -> tuple[Tree, ...]:
         """Reduce the gradient sums of all layers over replicas to this device's shards."""
         return tuple(run.reduce(total) for run, total in zip(self.runs, totals))
 
     def gradient_runs(
-        self, op: Op, given: ActionInputs, read_inputs: ReadInputs,
+        self, op: Op, inputs: ActionInputs, read_inputs: ReadInputs,
         *, in_turn: bool = False, counts: jax.Array | None = None,
     ) -> list[Callable[[BackwardOutputs], BackwardOutputs]]:  # fmt: skip
         """Return B, W or BW of every run as functions, from the last run to the first.
@@ -160,7 +163,7 @@ class Chunk:
 
         Args:
           op: B, W or BW.
-          given: inputs of the action.
+          inputs: inputs of the action.
           read_inputs: returns the inputs that a layer reads from ring buffers, given the layer and
             the arrays of its ring group that the op writes, in their current state.
           in_turn: read the residuals of a run once its dy is known, or, if the layers have
@@ -177,8 +180,8 @@ class Chunk:
             def gradient(layer: LayerRun, params: Tree, *passed: Any) -> tuple[Any, ...]:
                 if before.next_start is not None:
                     layer = replace(layer, first=layer.first + before.next_start)
-                inputs = read_inputs(layer, passed[-1])
-                return _layer_gradient(op, layer, params, given, inputs, passed, counts)
+                from_rings = read_inputs(layer, passed[-1])
+                return _layer_gradient(op, layer, params, inputs, from_rings, passed, counts)
 
             after = self.runs[place - 1].end(backward=True) if place else None
             dy, rings, totals = before.dx, list(before.rings), list(before.grad_sums)
@@ -186,32 +189,35 @@ class Chunk:
             early, start = run.kind.split.has_collectives, None
             if next_waits and early:
                 dy, start = lax.optimization_barrier((dy, jnp.int32(0)))
-            read = embed_head_of(run.kind.kind, before.read_sums)
-            passed = dy, totals[place], read, before.statistics, rings[run.ring]
-            made, gathered = run.over_layers(
+            read_sums = embed_head_of(run.kind.kind, before.read_sums)
+            passed = dy, totals[place], read_sums, before.statistics, rings[run.ring]
+            passed, gathered = run.over_layers(
                 gradient, passed, before.next_params, after, backward=True, prefetch=op is Op.BW
             )
-            dy, totals[place], read, observed, rings[run.ring] = made
+            dy, totals[place], read_sums, statistics, rings[run.ring] = passed
             if next_waits and not early:
                 dy, start = lax.optimization_barrier((dy, jnp.int32(0)))
-            read = before.read_sums if read is None else read
+            read_sums = before.read_sums if read_sums is None else read_sums
             if in_turn and op is Op.BW and place < last:
-                of_next = embed_head_of(self.runs[place + 1].kind.kind, read)
-                tied = lax.optimization_barrier((dy, totals[place + 1], of_next))
-                dy, totals[place + 1], of_next = tied
-                read = read if of_next is None else of_next
-            return BackwardOutputs(dy, tuple(rings), tuple(totals), observed, read, gathered, start)
+                of_last = embed_head_of(self.runs[place + 1].kind.kind, read_sums)
+                dy, totals[place + 1], of_last = lax.optimization_barrier(
+                    (dy, totals[place + 1], of_last)
+                )
+                read_sums = read_sums if of_last is None else of_last
+            return BackwardOutputs(
+                dy, tuple(rings), tuple(totals), statistics, read_sums, gathered, start
+            )
 
         return [partial(run, place, of) for place, of in reversed(list(enumerate(self.runs)))]
 
 
 def run_in_order(runs: Iterable[Callable[[Any], Any]], before: Any) -> Any:
     """Run functions in order, each on the output of the one before; return the last output."""
-    return reduce(lambda made, run: run(made), runs, before)
+    return reduce(lambda outputs, run: run(outputs), runs, before)
 
 
 def _run_forward(
-    given: ActionInputs,
+    inputs: ActionInputs,
     earlier: LayerRun | None,
     run: LayerRun,
     later: LayerRun | None,
@@ -223,21 +229,21 @@ def _run_forward(
         layer: LayerRun, params: Tree, x: jax.Array, ring: RingArrays, aux: Aux, loss: Any
     ) -> tuple[jax.Array, RingArrays, Aux, Any]:
         kind, rings = layer.kind, layer.kind.rings
-        context = given.context(layer, rings.state_before(ring, given.row, layer.first))
+        context = inputs.context(layer, rings.state_before(ring, inputs.row, layer.first))
         output, residuals = kind.forward(params, x, context)
         for name, total in output.aux.loss_sums.items():
-            loss += (total * given.means[kind.name][name].share).astype(loss.dtype)
-        ring = rings.write_forward(ring, residuals, output.state, given.row, layer.first)
-        return output.y, ring, add_aux(aux, output.aux, given.row.forward_mb), loss
+            loss += (total * inputs.means[kind.name][name].share).astype(loss.dtype)
+        ring = rings.write_forward(ring, residuals, output.state, inputs.row, layer.first)
+        return output.y, ring, add_aux(aux, output.aux, inputs.row.forward_mb), loss
 
     x, rings, aux, loss, gathered = before
     rings, after = list(rings), later and later.end(backward=False)
     # The gather of a layer must end with the layer before it: otherwise XLA delays some into the
     # layer itself. BW has enough matmuls to hide them, and would wait for tp collectives.
-    made, gathered = run.over_layers(
+    passed, gathered = run.over_layers(
         forward, (x, rings[run.ring], aux, loss), gathered, after, prefetch=True, in_time=True
     )
-    x, rings[run.ring], aux, loss = made
+    x, rings[run.ring], aux, loss = passed
     if earlier is not None and earlier.on_host:
         # The device-to-host copy of the earlier layer's residuals overlaps with this run and must
         # end with it.
@@ -246,7 +252,7 @@ def _run_forward(
 
 
 def _layer_gradient(
-    op: Op, layer: LayerRun, params: Tree, given: ActionInputs, inputs: GradientInputs,
+    op: Op, layer: LayerRun, params: Tree, inputs: ActionInputs, from_rings: GradientInputs,
     before: tuple[jax.Array, Tree, Tree, Tree, RingArrays], counts: jax.Array | None,
 ) -> tuple[jax.Array, Tree, Tree, Tree, RingArrays]:  # fmt: skip
     """Run B, W or BW of one layer on its gathered `params`.
@@ -254,30 +260,32 @@ def _layer_gradient(
     Takes (in `before`) dy, gradient sums of the run and of embedding and head (None unless it
     reads them), statistics and ring buffers, and returns dx and the others updated.
     """
-    dy, total, read, observed, ring = before
+    dy, total, read_sums, statistics, ring = before
     if op is Op.B and layer.kind.rings.shares_stash:
         # B reads and writes the same ring buffer. Unless all reads come first, XLA copies it.
-        inputs, ring = lax.optimization_barrier((inputs, ring))
+        from_rings, ring = lax.optimization_barrier((from_rings, ring))
     split = layer.kind.split
-    context, losses = given.context(layer, inputs.state), split.output.aux.loss_sums
+    context, losses = inputs.context(layer, from_rings.state), split.output.aux.loss_sums
     dlosses = {
-        name: given.means[layer.kind.name][name].seed.astype(like.dtype)
+        name: inputs.means[layer.kind.name][name].seed.astype(like.dtype)
         for name, like in losses.items()
     }
     if op is Op.W:
         gradients = split.backward_weight(
-            params, context, inputs.residuals.for_w, inputs.stash, dlosses
+            params, context, from_rings.residuals.for_w, from_rings.stash, dlosses
         )
-        return dy, *layer.add_gradients(total, read, gradients, counts), observed, ring
-    at_output, stash = Cotangent(dy, inputs.dstate, dlosses), ()
+        return dy, *layer.add_gradients(total, read_sums, gradients, counts), statistics, ring
+    at_output, stash = Cotangent(dy, from_rings.dstate, dlosses), ()
     if op is Op.BW:
-        dx, gradients = split.backward(params, context, inputs.residuals, at_output)
+        dx, gradients = split.backward(params, context, from_rings.residuals, at_output)
     else:
-        dx, gradients, stash = split.backward_input(params, context, inputs.residuals, at_output)
-    ring = layer.kind.rings.write_backward(ring, stash, dx.state, given.row, layer.first)
+        dx, gradients, stash = split.backward_input(
+            params, context, from_rings.residuals, at_output
+        )
+    ring = layer.kind.rings.write_backward(ring, stash, dx.state, inputs.row, layer.first)
     return (
         dx.value,
-        *layer.add_gradients(total, read, gradients, counts),
-        elementwise_max(observed, dx.statistics),
+        *layer.add_gradients(total, read_sums, gradients, counts),
+        elementwise_max(statistics, dx.statistics),
         ring,
     )

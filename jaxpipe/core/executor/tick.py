@@ -150,10 +150,10 @@ class DeviceWork:
         """Run F of one chunk if the flag `runs` is set; residuals go to ring buffers."""
 
         def run() -> tuple[ForwardOutputs, jax.Array | None]:
-            inputs, before = self._given_forward(step, carry, row)
-            return self._forward_made(carry, row, self.chunks[chunk].forward(inputs, before))
+            inputs, before = self._forward_inputs(step, carry, row)
+            return self._with_aux_losses(carry, row, self.chunks[chunk].forward(inputs, before))
 
-        return self._with_forward(carry, *lax.cond(runs, run, lambda: self._before_forward(carry)))
+        return self._with_forward(carry, *lax.cond(runs, run, lambda: self._forward_state(carry)))
 
     def _gradient(
         self, step: StepData, carry: Carry, row: TableRow, runs: jax.Array, op: Op, chunk: int
@@ -165,14 +165,14 @@ class DeviceWork:
             return rings.read(rings.with_written(arrays, op, written), row, op, layer.first)
 
         def run() -> BackwardOutputs:
-            inputs, before = self._given_gradient(step, carry, row, op, chunk)
+            inputs, before = self._gradient_inputs(step, carry, row, op, chunk)
             if self.closing:
                 return self.chunks[chunk].last_gradient(op, inputs, before, read_inputs, runs)
             return self.chunks[chunk].gradient(op, inputs, before, read_inputs, in_turn=True)
 
         if self.closing:
             return self._with_gradient(carry, op, chunk, run())
-        outputs = lax.cond(runs, run, lambda: self._before_gradient(carry, op, chunk))
+        outputs = lax.cond(runs, run, lambda: self._gradient_state(carry, op, chunk))
         return self._with_gradient(carry, op, chunk, outputs)
 
     def _pair(
@@ -190,15 +190,15 @@ class DeviceWork:
         only writes ring buffers: if it also read them, XLA would copy them. For the same reason W
         is not ordered one layer behind B here (`in_turn`): XLA would copy the accumulators.
         """
-        passed = self._before_forward(carry), self._before_gradient(carry, pair.op, pair.gradient)
+        passed = self._forward_state(carry), self._gradient_state(carry, pair.op, pair.gradient)
         ahead, back = self.chunks[pair.forward], self.chunks[pair.gradient]
 
         def run() -> tuple[Any, BackwardOutputs]:
-            inputs, x = self._given_forward(step, carry, row)
-            behind, dy = self._given_gradient(step, carry, row, pair.op, pair.gradient)
+            inputs, x = self._forward_inputs(step, carry, row)
+            behind, dy = self._gradient_inputs(step, carry, row, pair.op, pair.gradient)
             layers = back.gradient_runs(pair.op, behind, lambda layer, _: read[layer.ring])
             outputs, gradients = run_paired(ahead.forward_runs(inputs), x, layers, dy, ahead.pairs)
-            return self._forward_made(carry, row, outputs), gradients
+            return self._with_aux_losses(carry, row, outputs), gradients
 
         forward, gradient = lax.cond(runs, run, lambda: passed)
         carry = self._with_forward(carry, *forward)
@@ -217,22 +217,21 @@ class DeviceWork:
     def _layers_make_losses(self) -> bool:
         return any(kind.output.aux.losses for kind in self.kinds)
 
-    def _before_forward(self, carry: Carry) -> tuple[ForwardOutputs, jax.Array | None]:
+    def _forward_state(self, carry: Carry) -> tuple[ForwardOutputs, jax.Array | None]:
         """Return the state that F updates; the second value is `carry.aux_losses`."""
-        return ForwardOutputs(
-            carry.y, self._written_by(carry, Op.F), carry.aux, None
-        ), carry.aux_losses
+        written = self._written_by(carry, Op.F)
+        return ForwardOutputs(carry.y, written, carry.aux, None), carry.aux_losses
 
-    def _given_forward(
+    def _forward_inputs(
         self, step: StepData, carry: Carry, row: TableRow
     ) -> tuple[ActionInputs, ForwardOutputs]:
         x, rows = self._input(step, carry, row)
-        before, losses = self._before_forward(carry)
+        before, losses = self._forward_state(carry)
         if losses is not None:
             before = before._replace(loss=jnp.zeros((), losses.dtype))
         return _action_inputs(step, row, rows), before._replace(y=x)
 
-    def _forward_made(
+    def _with_aux_losses(
         self, carry: Carry, row: TableRow, outputs: ForwardOutputs
     ) -> tuple[ForwardOutputs, jax.Array | None]:
         losses = carry.aux_losses
@@ -240,10 +239,10 @@ class DeviceWork:
             losses = losses.at[row.forward_mb].add(outputs.loss)
         return outputs._replace(loss=None), losses
 
-    def _given_gradient(
+    def _gradient_inputs(
         self, step: StepData, carry: Carry, row: TableRow, op: Op, chunk: int
     ) -> tuple[ActionInputs, BackwardOutputs]:
-        before = self._before_gradient(carry, op, chunk)
+        before = self._gradient_state(carry, op, chunk)
         rows = step.rows(row.gradient_mb)
         if op is not Op.W:
             dy = step.choose(
@@ -270,7 +269,7 @@ class DeviceWork:
         rings = self._with_written(carry, Op.F, outputs.rings)
         return carry._replace(y=outputs.y, rings=rings, aux=outputs.aux, aux_losses=losses)
 
-    def _before_gradient(self, carry: Carry, op: Op, chunk: int) -> BackwardOutputs:
+    def _gradient_state(self, carry: Carry, op: Op, chunk: int) -> BackwardOutputs:
         """Return the state that a gradient action updates."""
         totals, written = carry.layer_gradients[chunk], self._written_by(carry, op)
         read = getattr(carry, _read_sums(carry)) if self.chunks[chunk].reads_embed_head else None
