@@ -103,7 +103,7 @@ def _sources() -> Iterable[bytes]:
 
 
 def _digest(pieces: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
+    digest = hashlib.blake2b(digest_size=6)
     for piece in pieces:
         digest.update(piece)
-    return digest.hexdigest()[:12]
+    return digest.hexdigest()

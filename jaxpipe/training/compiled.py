@@ -12,7 +12,7 @@ import jax
 from jaxpipe.data.batches import DataSplit
 from jaxpipe.runtime import position, processes
 from jaxpipe.runtime.programs.compile_cache import compile_timed
-from jaxpipe.runtime.programs.saved_programs import load_program
+from jaxpipe.runtime.programs.program_store import load_program
 from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer

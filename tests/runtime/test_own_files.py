@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpipe.runtime.programs.compile_cache import use_compile_cache
-from jaxpipe.runtime.programs.program_store import StoredProgram
-from jaxpipe.runtime.programs.saved_programs import load_program, save_program
+from jaxpipe.runtime.programs.program_store import StoredProgram, load_program, save_program
 from jaxpipe.runtime.storage import own_files
 from jaxpipe.runtime.storage.own_files import why_not_own
 

@@ -22,7 +22,7 @@ from jax import lax
 from pathlib import Path
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime.programs import saved_programs
+from jaxpipe.runtime.programs import program_store
 from jaxpipe.runtime.programs.compile_cache import compile_timed
 
 what, folder, width = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
@@ -50,7 +50,7 @@ if what in ("save", "free"):
     program = lowered.compile()
     try:
         if processes.first():
-            saved_programs.save_program(folder, "train_step", lowered, program, devices)
+            program_store.save_program(folder, "train_step", lowered, program, devices)
     except ConfigError as error:
         print(error)
     processes.finish()
@@ -62,7 +62,7 @@ state = {"w": jax.device_put(jax.numpy.linspace(0.1, 1.3, width), own)}
 batch = jax.device_put(jax.numpy.linspace(0.7, 2.9, width), own)
 compiled.clear()
 if what == "older":
-    saved_programs.jax.__version__ = "0.1.2"
+    program_store.jax.__version__ = "0.1.2"
 if what in ("cut", "damaged"):
     (path,) = folder.glob("*.program")
     content, folder = path.read_bytes(), folder / what
@@ -70,7 +70,7 @@ if what in ("cut", "damaged"):
     last = b"" if what == "cut" else b"!"
     (folder / path.name).write_bytes(content[:-1] + last)
 options = {"xla_gpu_deterministic_ops": True} if what == "options" else {}
-saved = {} if what == "plain" else {"saved": lambda lowered: saved_programs.load_program(
+saved = {} if what == "plain" else {"saved": lambda lowered: program_store.load_program(
     folder, "train_step", lowered, devices, options)}
 program, words = compile_timed(step, state, batch, **saved)
 print(len(compiled), words)
@@ -93,7 +93,7 @@ use_cpu_devices(int(sys.argv[1]))
 processes.join()
 from jaxpipe.config import load
 from jaxpipe.lab.gpu.check import lower_step
-from jaxpipe.runtime.programs.saved_programs import save_program
+from jaxpipe.runtime.programs.program_store import save_program
 from jaxpipe.training.trainer import Trainer
 
 trainer = Trainer.resolve(load({str(SMALL)!r}, sys.argv[3:]))

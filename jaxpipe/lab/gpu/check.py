@@ -23,7 +23,7 @@ from jaxpipe.planning import RunPlan
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.runtime.environment import usable_share
 from jaxpipe.runtime.programs import compiler
-from jaxpipe.runtime.programs.saved_programs import save_program
+from jaxpipe.runtime.programs.program_store import save_program
 from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.offloaded_moments import map_moments
 from jaxpipe.training.trainer import Trainer

@@ -93,7 +93,7 @@ def compile_timed(
       *args: its arguments, or their shapes.
       enter: is told the phases "trace" and "compile" (`position.enter`).
       saved: returns the compiled program of a file, or None and a reason that the log gives, if any
-        (`saved_programs.load_program`).
+        (`program_store.load_program`).
       stored: where the program is kept, to be found without a trace (`ProgramStore.find`).
 
     Returns:
@@ -148,6 +148,7 @@ def processor() -> str:
         wanted = ("model name", "flags", "Features")
         lines = path.read_text().split("\n\n")[0].splitlines()
         text += "".join(line for line in lines if line.startswith(wanted))
+    # Not `storage.files.digest`, since the folders of earlier versions have this name.
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

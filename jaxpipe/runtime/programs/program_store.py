@@ -1,36 +1,52 @@
-"""Compiled programs in the compile cache, found by what they would be traced from.
+"""Compiled programs in files, which the next start of a run, or another run, loads.
 
-jax finds a program in its cache by the text that it has traced, and traces took up to a third of a
-second start. A `ProgramStore` finds a program without a trace, by a digest of everything that the
-trace depends on; where that is not known, it stores nothing.
+A file is a line of JSON and what jax writes of the program. jax unpickles that, so a file that
+another user may have written is not read. Files are found in two ways:
+
+- `load_program` has a trace of the program. It takes the file of a folder that names the same text,
+  options and devices (`runtime.programs`), so never one of other settings or other source.
+- `ProgramStore` has no trace: traces took up to a third of a second start. It finds a file of jax's
+  compile cache by a digest of everything that the trace depends on; where that is not known, it
+  stores nothing.
 """
 
-import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import jaxlib
 from jax.experimental import serialize_executable
 from jax.tree_util import PyTreeDef
 
+from jaxpipe.config import ConfigError, first_line
 from jaxpipe.config.paths import is_address
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.programs.collective_order import thread_count, why_not_loadable
 from jaxpipe.runtime.programs.compile_cache import compile_timed, processor
-from jaxpipe.runtime.storage.files import write_whole
+from jaxpipe.runtime.storage.files import digest, write_whole
 from jaxpipe.runtime.storage.own_files import why_not_own
+
+_ENDING = ".program"
+_SIZE = "the size of the program"  # in bytes
+
+
+def _load(
+    content: bytes, arguments: PyTreeDef, results: PyTreeDef, devices: Sequence[jax.Device]
+) -> jax.stages.Compiled:
+    """The program of a file; raises whatever jax raises for a damaged one."""
+    return serialize_executable.deserialize_and_load(
+        content, arguments, results, backend=devices[0].client, execution_devices=devices
+    )
 
 
 @dataclass(frozen=True)
 class StoredProgram:
-    """The file of a compiled program, which may not exist yet.
-
-    A line of JSON with the tree of its results stands before what jax writes. jax unpickles that,
-    so a file that another user may have written is not read.
+    """The file of a compiled program, which may not exist yet; its line has the tree of results.
 
     Attributes:
       path: of the file; None: the process has no directory for it.
@@ -58,10 +74,8 @@ class StoredProgram:
             head, _, content = self.path.read_bytes().partition(b"\n")
             arguments = tuple(jax.tree.unflatten(tree, [0] * tree.num_leaves)
                               for tree in self.trees[: self.count])  # fmt: skip
-            return serialize_executable.deserialize_and_load(
-                content, jax.tree.structure((arguments, {})), self._decode(json.loads(head)),
-                backend=self.devices[0].client, execution_devices=self.devices,
-            )  # fmt: skip
+            inputs = jax.tree.structure((arguments, {}))
+            return _load(content, inputs, self._decode(json.loads(head)), self.devices)
         return None
 
     def save(self, compiled: jax.stages.Compiled, from_cache: bool) -> None:
@@ -143,8 +157,7 @@ class ProgramStore:
             (first.client.platform_version, processor(), thread_count()),
             sorted(jax.config.values.items()),
         )
-        digest = hashlib.sha256(repr(everything).encode()).hexdigest()[:32]
-        path = Path(directory) / f"{name}-{digest}.program"
+        path = Path(directory) / f"{name}-{digest(repr(everything))}{_ENDING}"
         trees = tuple(map(jax.tree.structure, (*args, results)))
         return StoredProgram(path, self.devices, trees, len(args))
 
@@ -153,3 +166,119 @@ class ProgramStore:
     ) -> jax.stages.Compiled:
         """The jitted function, loaded or compiled for these arguments."""
         return compile_timed(program, *args, stored=self.find(name, *args, results=results))[0]
+
+
+def save_program(
+    directory: Path,
+    name: str,
+    lowered: jax.stages.Lowered,
+    compiled: jax.stages.Compiled,
+    devices: Sequence[jax.Device],
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
+    """Write a compiled program, and return its file.
+
+    Args:
+      directory: of the file.
+      name: of the program.
+      lowered: the program that was compiled.
+      compiled: it, compiled for the devices, which may be absent (`jax.experimental.topologies`).
+        XLA for CPUs cannot write one that it has loaded, from the compile cache for example.
+      devices: of its mesh, in order.
+      options: the `compiler_options` that a run would compile it with.
+
+    Raises:
+      ConfigError: the directory cannot be written, or XLA for CPUs could wait for ever in the
+        program once it is loaded (`collective_order.py`).
+    """
+    about = _describe(lowered, devices, options)
+    if devices[0].platform == "cpu" and (reason := why_not_loadable(compiled.runtime_executable())):
+        raise ConfigError(f"{name} cannot be saved: {reason}, or save it for GPUs.")
+    content, _, _ = serialize_executable.serialize(compiled)
+    header = json.dumps(about | {_SIZE: len(content)})
+    path = directory / f"{name}-{digest(header)}{_ENDING}"
+    try:
+        write_whole(path, f"{header}\n".encode() + content)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be written ({error.strerror}): choose another directory."
+        ) from error
+    return path
+
+
+def load_program(
+    directory: Path,
+    name: str,
+    lowered: jax.stages.Lowered,
+    devices: Sequence[jax.Device],
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[jax.stages.Compiled | None, str]:
+    """Load the file of a program in all processes of the run, or in none. All call it.
+
+    Args:
+      directory: where `save_program` has written it.
+      name: of the program.
+      lowered: the program, as this run has traced it.
+      devices: of its mesh, in order.
+      options: the `compiler_options` of this run.
+
+    Returns:
+      The compiled program and "", or None and a sentence on why there is none, which is the same
+      in all processes.
+    """
+    compiled, reason = _read_program(directory, name, lowered, devices, options)
+    reason = next(filter(None, processes.group().gather("saved program", reason)), "")
+    return (None, reason) if reason else (compiled, "")
+
+
+def _read_program(
+    directory: Path,
+    name: str,
+    lowered: jax.stages.Lowered,
+    devices: Sequence[jax.Device],
+    options: Mapping[str, Any],
+) -> tuple[jax.stages.Compiled | None, str]:
+    """`load_program` in this process alone."""
+    wanted, reason = _describe(lowered, devices, options), f"{directory} has no {name}"
+    for path in sorted(directory.glob(f"{name}-*{_ENDING}")):
+        try:
+            if found := why_not_own(path):
+                reason = f"{found}, and a program is code, so let only yourself write it"
+                continue
+            header, _, content = path.read_bytes().partition(b"\n")
+        except OSError as error:
+            reason = f"{path} cannot be read ({error.strerror})"
+            continue
+        try:
+            about = json.loads(header)
+        except ValueError:
+            about = {}
+        differences = [
+            f"{what} is {value}, and in {path} {about.get(what)}"
+            for what, value in (wanted | {_SIZE: len(content)}).items()
+            if about.get(what) != value
+        ]
+        if differences:
+            reason = differences[0]
+            continue
+        try:
+            return _load(content, lowered.in_tree, lowered.out_tree, devices), ""
+        except Exception as error:  # whatever a damaged file raises
+            reason = f"{path} cannot be loaded ({first_line(error)})"
+    return None, reason
+
+
+def _describe(
+    lowered: jax.stages.Lowered, devices: Sequence[jax.Device], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What must be equal where a program is compiled and where it is loaded."""
+    threads = {"the number of threads": thread_count()} if devices[0].platform == "cpu" else {}
+    return threads | {
+        "the version of jax": jax.__version__,
+        "the version of jaxlib": jaxlib.__version__,
+        "the kind of device": devices[0].device_kind,
+        "the number of devices": len(devices),
+        "the list of device ids": [device.id for device in devices],
+        "the set of XLA's options": dict(options),
+        "the program": digest(lowered.as_text()),
+    }

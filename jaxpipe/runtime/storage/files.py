@@ -268,7 +268,11 @@ def written(text: str | os.PathLike[str], last: str = "") -> Iterator[Path]:
 
 
 def digest(text: str) -> str:
-    """A short name for a text, in hex digits."""
+    """A short name for a text, in hex digits.
+
+    Names and fingerprints are of BLAKE2b, which no two texts share by chance; many of them are kept
+    in manifests and checkpoints. Checksums of arrays are of XXH3, which is several times faster.
+    """
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
