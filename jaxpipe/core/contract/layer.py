@@ -35,7 +35,7 @@ class Context(NamedTuple):
     """
 
     rows: Tree
-    index: "jax.Array | None" = None
+    index: "jax.Array | None" = None  # type: ignore[assignment]  # of a tuple it is a method
     state: Tree = None
     variables: Tree = None
     embed_head: Tree = None

@@ -105,16 +105,15 @@ class ParamSharding:
 
     def gather(self, part: jax.Array, axes: Collection[str]) -> jax.Array:
         """All-gather the parameter over these mesh axes and remove its padding."""
-        for axis in reversed(self._cutting(axes)):
-            part = lax.all_gather(part, axis, axis=self.dim_of(axis), tiled=True)
+        for axis, dim in reversed(self._sharded_dims(axes).items()):
+            part = lax.all_gather(part, axis, axis=dim, tiled=True)
         size = self._less_padding(part.shape, axes)
         return lax.slice(part, (0,) * part.ndim, size) if size != part.shape else part
 
     def shard(self, full: jax.Array, axes: Collection[str]) -> jax.Array:
         """This device's shard over these mesh axes: the inverse of `gather`."""
         full = self._with_padding(full, axes)
-        for axis in self._cutting(axes):
-            dim = self.dim_of(axis)
+        for axis, dim in self._sharded_dims(axes).items():
             size = full.shape[dim] // lax.axis_size(axis)
             full = lax.dynamic_slice_in_dim(full, lax.axis_index(axis) * size, size, dim)
         return full
@@ -122,12 +121,10 @@ class ParamSharding:
     def reduce_scatter(self, gradient: jax.Array, axes: Collection[str]) -> jax.Array:
         """Reduce-scatter over these mesh axes; all-reduce over those that do not shard it."""
         gradient = self._with_padding(gradient, axes)
-        cutting = self._cutting(axes)
-        for axis in cutting:
-            gradient = lax.psum_scatter(
-                gradient, axis, scatter_dimension=self.dim_of(axis), tiled=True
-            )
-        rest = tuple(axis for axis in _NESTING if axis in axes and axis not in cutting)
+        sharded = self._sharded_dims(axes)
+        for axis, dim in sharded.items():
+            gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
+        rest = tuple(axis for axis in _NESTING if axis in axes and axis not in sharded)
         return lax.psum(gradient, rest) if rest else gradient
 
     def reduce_over_replicas(
@@ -171,9 +168,10 @@ class ParamSharding:
     def _axes(self) -> frozenset[str]:
         return frozenset(axis for entry in self.dim_axes for axis in entry)
 
-    def _cutting(self, axes: Collection[str]) -> list[str]:
-        """The axes among `axes` that shard the parameter, largest shards first."""
-        return [axis for axis in _NESTING if axis in axes and self.dim_of(axis) is not None]
+    def _sharded_dims(self, axes: Collection[str]) -> dict[str, int]:
+        """The dim that each axis among `axes` shards, if it shards one, largest shards first."""
+        dims = {axis: self.dim_of(axis) for axis in _NESTING if axis in axes}
+        return {axis: dim for axis, dim in dims.items() if dim is not None}
 
 
 @dataclass(frozen=True)

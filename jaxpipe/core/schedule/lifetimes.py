@@ -16,7 +16,7 @@ from jaxpipe.core.schedule.lockstep import Lockstep
 
 Interval = tuple[int, int]  # first and last tick
 Key = TypeVar("Key", bound=Hashable)
-T = TypeVar("T")
+T = TypeVar("T", covariant=True)
 
 
 class Buffers(NamedTuple, Generic[T]):
@@ -71,9 +71,11 @@ def live_intervals(
     when: dict[Op, dict[SlotKey, int]] = {op: {} for op in Op}  # ticks
     for tick, row in enumerate(grid):
         for cell in row:
-            for op, *key in cell.actions:
-                when[op][SlotKey(*key)] = tick
-    intervals = [Buffers(*({} for _ in Buffers._fields)) for _ in range(schedule.pp)]
+            for op, stage, microbatch in cell.actions:
+                when[op][SlotKey(stage, microbatch)] = tick
+    intervals: list[Buffers[dict[Hashable, Interval]]] = [
+        Buffers(*({} for _ in Buffers._fields)) for _ in range(schedule.pp)
+    ]
     if schedule.slices > 1:
         _add_states(intervals, schedule, when)
     for action, message in inputs.items():
@@ -86,7 +88,7 @@ def live_intervals(
         both, b, w = (when[op].get(key) for op in (Op.BW, Op.B, Op.W))
         if both is not None:
             b = w = both
-        elif b is None:
+        elif b is None or w is None:  # an order of forwards alone
             continue
         else:
             rank_intervals.stash[key] = (b, w)

@@ -97,8 +97,8 @@ class Lockstep:
         Raises `ScheduleError` where there is none.
         """
         forward, gradient, _ = cell
-        needs_loss = forward and gradient and gradient[1:] == forward[1:]
-        if self.vocab_parallel and needs_loss and forward.stage == placement.stages - 1:
+        same = forward and gradient and gradient[1:] == forward[1:] and forward
+        if self.vocab_parallel and same and same.stage == placement.stages - 1:
             raise ScheduleError(
                 f"{cell}: the loss of a vocabulary shared over pp comes a tick after its F."
             )

@@ -158,8 +158,8 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
         if message.stored_tick is not None:
             slot = slot_of[message.receiver].inbox[action]
             _fill_message(columns, message, slot, schedule, lanes)
-    if columns.steps is not None:
-        _fill_first_embeddings(columns)
+    if steps is not None:
+        _fill_first_embeddings(steps, columns.embed_gradient)
     for leaf in _column_arrays(columns):
         leaf.setflags(write=False)
     first, last = (stage_ranks(stage, schedule) for stage in (0, schedule.stages - 1))
@@ -176,13 +176,13 @@ def _step_columns(schedule: Schedule, grid: Grid, lockstep: Lockstep) -> StepCol
     return StepColumns(ends, begins, np.zeros_like(ends), validate)
 
 
-def _fill_first_embeddings(columns: TableRow[np.ndarray]) -> None:
+def _fill_first_embeddings(steps: StepColumns[np.ndarray], embed_gradient: np.ndarray) -> None:
     """Flag the first embedding gradient of every rank and step."""
-    steps_complete = columns.steps.step_complete.cumsum(axis=0) - columns.steps.step_complete
-    for rank, of_rank in enumerate(columns.embed_gradient.T):
+    steps_complete = steps.step_complete.cumsum(axis=0) - steps.step_complete
+    for rank, of_rank in enumerate(embed_gradient.T):
         (ticks,) = np.nonzero(of_rank)
         _, first = np.unique(steps_complete[ticks, rank], return_index=True)
-        columns.steps.first_embed_gradient[ticks[first], rank] = 1
+        steps.first_embed_gradient[ticks[first], rank] = 1
 
 
 def _column_arrays(columns: tuple) -> list[np.ndarray]:
@@ -200,10 +200,11 @@ def _list_overlap_pairs(placement: Placement, grid: Grid) -> tuple[OverlapPair, 
 
 def _overlap_pair(cell: Cell, placement: Placement) -> OverlapPair | None:
     """Return the pair of a cell whose two actions cannot depend on each other, else None."""
-    if not (cell.forward and cell.gradient):
+    forward, gradient, _ = cell
+    if not (forward and gradient):
         return None
-    forward, gradient = (placement.chunk(a.stage, a.microbatch) for a in cell[:2])
-    return OverlapPair(forward, cell.gradient.op, gradient) if forward != gradient else None
+    ahead, back = (placement.chunk(stage, m) for _, stage, m in (forward, gradient))
+    return OverlapPair(ahead, gradient.op, back) if ahead != back else None
 
 
 def _fill_ops(

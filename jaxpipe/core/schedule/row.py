@@ -11,7 +11,7 @@ import numpy as np
 from jaxpipe.core.schedule.action import Op
 from jaxpipe.core.schedule.lifetimes import Buffers
 
-Column = TypeVar("Leaf")
+Column = TypeVar("Column")
 
 
 class VocabParallelColumns(NamedTuple, Generic[Column]):

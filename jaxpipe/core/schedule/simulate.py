@@ -77,7 +77,8 @@ def asynchronous_times(schedule: Schedule, costs: Costs) -> list[list[tuple[floa
 
     Raises `ScheduleError` where the schedule cannot finish.
     """
-    line, ends = sort_topologically(schedule), []
+    line = sort_topologically(schedule)
+    ends: list[float] = []
     times: list[list[tuple[float, float]]] = [[] for _ in schedule.ranks]
     taking = memoize_cell_time(costs)
     for rank, cell, before in line:

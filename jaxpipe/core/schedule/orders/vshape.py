@@ -95,7 +95,7 @@ def one_f_one_b_v(pp: int, microbatches: int) -> Schedule:
     for tick, action in planned:
         lines[placement.rank_of[action.stage]].put(tick, action.op)
     most = max(line.live.max() for line in lines)
-    ends: dict[Value, int] = {}
+    ends: dict[Value | None, int] = {}  # no entry is None: nothing here is an update
     orders: list[list[tuple[int, Action]]] = [[] for _ in lines]
     for tick, action in planned:
         ready = max((ends[value] for value in needed_values(action, placement.stages)), default=0)
