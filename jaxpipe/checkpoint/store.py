@@ -5,6 +5,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,8 +17,9 @@ from jaxpipe.checkpoint.keying import StateKeying
 from jaxpipe.checkpoint.listing import check_writable, list_steps, list_unfinished, named_by_step
 from jaxpipe.checkpoint.movement import movement_of
 from jaxpipe.checkpoint.orbax_port.errors import suppress_orbax_errors
-from jaxpipe.checkpoint.orbax_port.handler import StateSave, make_state_handler
-from jaxpipe.checkpoint.orbax_port.save_barrier import Manager, SaveBarrier
+from jaxpipe.checkpoint.orbax_port.handler import StateSave
+from jaxpipe.checkpoint.orbax_port.manager import open_manager
+from jaxpipe.checkpoint.orbax_port.save_barrier import SaveBarrier
 from jaxpipe.checkpoint.orbax_port.stores import use_store_of
 from jaxpipe.checkpoint.restoring import Meta, Tree, read_state
 from jaxpipe.checkpoint.retention import LINEAGE, Retention
@@ -39,7 +41,6 @@ from jaxpipe.runtime.storage.files import AnyPath
 if TYPE_CHECKING:
     from jaxpipe.checkpoint.local.saves import LocalSaves
 
-_AS_LONG_AS_IT_MOVES = 30 * 86400  # seconds; the watchdog ends a save that does not move
 _PAUSE = 5.0  # seconds until what storage did not answer is asked again
 
 
@@ -99,26 +100,11 @@ class CheckpointStore:
         with group.first_before_others("directory of checkpoints"):
             check_writable(self.directory)
             self._remove_unfinished()  # left by a killed process: no other run writes here
-        # With `active_processes` Orbax synchronizes them by the coordination service. Its device
-        # collective would run among the collectives of the steps.
-        active = set(range(jax.process_count())) if jax.process_count() > 1 else None
         self._barrier = SaveBarrier()
         word = group.from_first("word of the checkpoints", lambda: secrets.token_hex(8))
         self._retention = Retention(self.directory, keep, keep_every, word)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._retention,
-            async_options=ocp.AsyncOptions(
-                timeout_secs=_AS_LONG_AS_IT_MOVES,
-                barrier_sync_fn=self._barrier if active else None,
-            ),
-            create=False,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=active),
-        )
-        handlers = {"state": make_state_handler(), "meta": ocp.JsonCheckpointHandler()}
-        self._manager = retry(
-            lambda: Manager(self.directory, options=options, item_handlers=handlers),
-            str(self.directory), say,
-        )  # fmt: skip
+        opened = partial(open_manager, self.directory, self._retention, self._barrier)
+        self._manager = retry(opened, str(self.directory), say)
         self._movement = movement_of(self.directory, jax.process_index())
 
     def __enter__(self) -> "CheckpointStore":

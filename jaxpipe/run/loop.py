@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from jaxpipe.checkpoint import CheckpointStore
-from jaxpipe.checkpoint.hf.serving import ServingFiles
 from jaxpipe.config import ConfigError
 from jaxpipe.data.batches import DocumentLengths, join_batches
 from jaxpipe.data.read_ahead import PROGRAMS, ReadAhead, failure_of
@@ -28,6 +27,7 @@ from jaxpipe.run.signals import stop_signals
 from jaxpipe.run.start import DataPosition, describe
 from jaxpipe.run.watch.metrics import MetricsLog
 from jaxpipe.run.watch.progress import Progress
+from jaxpipe.run.watch.summary import closing_words
 from jaxpipe.runtime import position, processes
 from jaxpipe.runtime.command import code_of
 from jaxpipe.runtime.exit_code import ExitCode
@@ -132,34 +132,27 @@ class TrainLoop:
                 was_interrupted = is_recorded or waits
                 for step in program:
                     before, (seen, contents) = seen, self._see(seen)
-                    unread.add(
-                        Dispatched(
-                            step, program, before, seen, contents, metrics, started, spent, first
-                        )
-                    )
+                    how = step, program, before, seen, contents, metrics, started, spent, first
+                    unread.add(Dispatched(*how))
                     spent = {}
                 self.steps.look_ahead(self.data.train, before.position, train.steps - step)
                 newest = 0 if waits else len(program)
                 if failed := self._log_all_but(newest, unread, state):
                     return failed
                 window.turn(step)
-                # Unlike the number of the step, the position also grows over a rollback.
-                number, failure = max(received, default=0), failure_of(batches, train.steps - step)
-                wanted = 128 + number if number else code_of(failure) if failure else 0
-                code = processes.stops_after(seen.position, wanted)
+                failure = failure_of(batches, train.steps - step)
+                code = _stop_code(received, failure, seen)
                 evaluates = self._evaluates_at(step) or self._runs_tasks_at(step)
-                saves_locally = self._saves_locally_at(step)
-                if not (code or evaluates or self._saves_at(step) or saves_locally):
+                saves = self._saves_due(step, code)
+                if not (evaluates or saves):
                     continue
                 was_interrupted = True
                 if failed := self._log_all_but(0, unread, state):
                     return failed
-                if code or self._saves_at(step) or saves_locally:
+                if saves:
                     with _timed(spent, "save_seconds"):
-                        if saves_locally:
-                            self._save_locally(step, state, seen)
-                        if code or self._saves_at(step):
-                            self._save(step, state, seen)
+                        for save in saves:
+                            save(step, state, seen)
                 if code:
                     self._say_why(code, step, failure)
                     return self._end(code, step)
@@ -182,13 +175,15 @@ class TrainLoop:
         train = self.trainer.config.train
         return bool(self.tasks) and (step % train.evaluate_every == 0 or step == train.steps)
 
-    def _saves_at(self, step: int) -> bool:
-        steps = self.trainer.config.train.steps
-        return step % (self.trainer.config.checkpoint.every or steps) == 0 or step == steps
-
-    def _saves_locally_at(self, step: int) -> bool:
-        every = self.trainer.config.checkpoint.local_every
-        return bool(every) and step % every == 0 and step != self.trainer.config.train.steps
+    def _saves_due(self, step: int, code: int) -> list[Callable[[int, State, DataPosition], None]]:
+        """What saves a step, after which the run stops if there is an exit code."""
+        how, steps = self.trainer.config.checkpoint, self.trainer.config.train.steps
+        saves: list[Callable[[int, State, DataPosition], None]] = []
+        if how.local_every and step % how.local_every == 0 and step != steps:
+            saves.append(self._save_locally)
+        if code or step % (how.every or steps) == 0 or step == steps:
+            saves.append(self._save)
+        return saves
 
     def _log_all_but(self, newest: int, unread: UnreadSteps, state: State) -> Failure | None:
         """Read and log all but the `newest` steps; return the step that stops the run, if any."""
@@ -284,22 +279,9 @@ class TrainLoop:
             self.progress.say(f"the parameters of step {step} are saved")
         if code == 0:
             self.checkpoints.clear_local()
-            self.progress.say(self._closing_words(step))
+            config, carried = self.trainer.config, self.checkpoints.carried
+            self.progress.say(closing_words(config, carried, step))
         return code
-
-    def _closing_words(self, step: int) -> str:
-        """The message after the last step: where the results are, and what to do next."""
-        directory = self.trainer.config.run.dir
-        saved = f"{directory}/checkpoints/{step}"
-        on_cpu = " runtime.cpu_devices=1" * bool(self.trainer.config.runtime.cpu_devices)
-        prompt = ServingFiles.from_meta(self.checkpoints.carried).example_prompt
-        write = f", or to let it write `./launch/generate.sh {directory} {prompt}{on_cpu}`"
-        return (
-            f"done: {step} steps; saved in {saved}, numbers of all steps in "
-            f"{directory}/metrics.jsonl; next: a larger train.steps to train on, "
-            f"`python -m jaxpipe.checkpoint export {saved} OUT_DIR` for transformers"
-            f"{write * bool(prompt)}"
-        )
 
     def _heldout_loss(self, state: State) -> float:
         eval_step, data = self.steps.eval_step, self.data.heldout
@@ -340,6 +322,13 @@ class TrainLoop:
             f"stopped before the update of step {step}"
         )
         return self._end(ExitCode.FAILED, step - 1)
+
+
+def _stop_code(received: list[int], failure: Exception | None, seen: DataPosition) -> int:
+    """The exit code with which all processes stop here, for a signal or for failed data; or 0."""
+    wanted = 128 + max(received) if received else code_of(failure) if failure else 0
+    # Unlike the number of the step, the position also grows over a rollback.
+    return processes.stops_after(seen.position, wanted)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ from jaxpipe.checkpoint.orbax_port.handler import (
     copy_to_host,
     make_state_handler,
 )
-from jaxpipe.checkpoint.orbax_port.save_barrier import _CLOSING, Manager
+from jaxpipe.checkpoint.orbax_port.manager import Manager
+from jaxpipe.checkpoint.orbax_port.save_barrier import _CLOSING
 
 pytestmark = pytest.mark.versions
 

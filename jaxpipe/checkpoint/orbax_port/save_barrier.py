@@ -10,21 +10,11 @@ import json
 import time
 from collections.abc import Callable
 
-import orbax.checkpoint as ocp
-
 from jaxpipe.runtime import processes
 
 _stores = itertools.count()  # of this process; all processes open them in the same order
 _CLOSING = "set_value_start 2"  # where a save ends, with or without success
 _LOOK_SECONDS = 0.05  # between two looks, and as much again for every ten processes
-
-
-class Manager(ocp.CheckpointManager):
-    """Orbax's manager without jax's preemption service, which would take over SIGTERM."""
-
-    def reached_preemption(self, step: int) -> bool:
-        """Return False: a run that is preempted saves by itself."""
-        return False
 
 
 class SaveBarrier:

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jaxpipe.checkpoint.hf.serving import ServingFiles
 from jaxpipe.config import Config
 from jaxpipe.config.units import readable_bytes
 from jaxpipe.core.executor.buffers import HOST
@@ -130,4 +131,25 @@ def _bytes_per_rank(shapes: Tree) -> int:
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(shapes)
         if leaf.sharding.memory_kind != HOST
+    )
+
+
+def closing_words(config: Config, carried: dict[str, Any], step: int) -> str:
+    """The message after the last step: where the results are, and what to do next.
+
+    Args:
+      config: of the run.
+      carried: what its checkpoints keep of the tokenizer (`CheckpointStore.carried`).
+      step: the last.
+    """
+    directory = config.run.dir
+    saved = f"{directory}/checkpoints/{step}"
+    on_cpu = " runtime.cpu_devices=1" * bool(config.runtime.cpu_devices)
+    prompt = ServingFiles.from_meta(carried).example_prompt
+    write = f", or to let it write `./launch/generate.sh {directory} {prompt}{on_cpu}`"
+    return (
+        f"done: {step} steps; saved in {saved}, numbers of all steps in "
+        f"{directory}/metrics.jsonl; next: a larger train.steps to train on, "
+        f"`python -m jaxpipe.checkpoint export {saved} OUT_DIR` for transformers"
+        f"{write * bool(prompt)}"
     )
