@@ -38,7 +38,7 @@ from jaxpipe.config.arguments import parse, parser_of, string_override
 from jaxpipe.config.paths import local_path
 from jaxpipe.config.units import parse_bytes
 from jaxpipe.core.schedule import write_schedule
-from jaxpipe.data.packing_estimate import PackingEstimate, estimate_packing
+from jaxpipe.data.packing_estimate import describe_packing, estimate_packing
 from jaxpipe.lab.gpu.cards import CARDS, parse_cards
 from jaxpipe.lab.search.command import check_arguments, search_layouts
 from jaxpipe.lab.search.table import LEGEND, search_as_json, search_table, write_config
@@ -239,7 +239,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     advice = advise(config, found, memory=usable, bubble=arguments.bubble)
     if rows and advice.best:
         best = next(one for one in found if one.label == advice.best)
-        sentence = _of_documents(config, rows, best, DEVICES[arguments.device].flops)
+        sentence = describe_packing(config, rows, best, DEVICES[arguments.device].flops)
         advice = replace(advice, sentences=(*advice.sentences, sentence))
     plan = Plan(config, tuple(found), refused, advice, seconds, usable)
     shown = _shown(found, arguments.show or advice.best)
@@ -247,7 +247,19 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(json.dumps(plan.as_json(), indent=1))
     else:
         plan.show(Console(highlight=False, width=max(96, Console().width)))
+    _draw(config, shown, arguments)
+    if arguments.html:
+        write_plan_page(plan, arguments.html, Path(arguments.config).stem, shown.label)
+        print(f"wrote {arguments.html}: open it in a browser", file=sys.stderr)
+    if arguments.write:
+        _write(config, shown, arguments.write)
+    return ExitCode.DONE
+
+
+def _draw(config: Config, shown: Estimate, arguments: argparse.Namespace) -> None:
+    """Print the timeline of a schedule, and draw its picture, as far as options ask for them."""
     run = shown.plan
+    steps = arguments.fused_steps
     if steps and (arguments.timeline or arguments.picture):
         run = replace(run, schedule=fuse_steps(run.schedule, steps))
     if arguments.timeline:
@@ -264,32 +276,6 @@ def _plan(arguments: argparse.Namespace) -> int:
                 source="equal costs: too small to estimate" if is_small else f"costs {source}",
             )  # fmt: skip
         print(f"drew {shown.label} to {arguments.picture}", file=sys.stderr)
-    if arguments.html:
-        write_plan_page(plan, arguments.html, Path(arguments.config).stem, shown.label)
-        print(f"wrote {arguments.html}: open it in a browser", file=sys.stderr)
-    if arguments.write:
-        _write(config, shown, arguments.write)
-    return ExitCode.DONE
-
-
-def _of_documents(config: Config, rows: PackingEstimate, best: Estimate, peak: float) -> str:
-    """Describe how packed documents change tokens/s and MFU of the recommended schedule.
-
-    Args:
-        config: of the run.
-        rows: expected packing efficiency and lengths of documents.
-        best: the recommended schedule.
-        peak: of a device, FLOP/s.
-    """
-    tokens = sum(length * count for length, count in rows.documents.items())
-    flops = config.model.flops_of_documents(rows.documents) / tokens
-    flops -= config.model.frozen_flops(config.lora.rank)
-    mfu = best.tokens_per_second / config.parallel.devices * flops / peak
-    return (
-        f"packed ({config.data.packing}): {rows.efficiency:.2%} of the rows is no padding, and "
-        f"only that is in tokens/s; {best.label}: MFU {mfu:.1%}, attention counted as "
-        f"long as documents are."
-    )
 
 
 def _compile_without_device() -> None:

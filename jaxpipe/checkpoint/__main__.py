@@ -15,6 +15,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -88,6 +89,23 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     incoming.add_argument("--out", type=any_path, help="default: <run.dir>/imported")
     incoming.set_defaults(run=_import)
 
+    _add_export(commands)
+    looking = commands.add_parser("inspect", help="show what a checkpoint holds")
+    looking.add_argument(
+        "checkpoint",
+        type=any_path,
+        metavar="DIR",
+        help="a checkpoint, or a run's directory for its newest",
+    )
+    looking.set_defaults(run=_inspect)
+
+    arguments = parse_commands(parser, argv, "words")
+    if arguments.command == "import" and not (arguments.write_config or arguments.words):
+        parser.error("import needs CONFIG, or --write-config CONFIG")
+    return arguments
+
+
+def _add_export(commands: Any) -> None:
     outgoing = commands.add_parser("export", help="jaxpipe to Hugging Face")
     outgoing.add_argument(
         "checkpoint", type=any_path, metavar="DIR",
@@ -115,20 +133,6 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "the imported model's and train.seq_len",
     )
     outgoing.set_defaults(run=_export)
-
-    looking = commands.add_parser("inspect", help="show what a checkpoint holds")
-    looking.add_argument(
-        "checkpoint",
-        type=any_path,
-        metavar="DIR",
-        help="a checkpoint, or a run's directory for its newest",
-    )
-    looking.set_defaults(run=_inspect)
-
-    arguments = parse_commands(parser, argv, "words")
-    if arguments.command == "import" and not (arguments.write_config or arguments.words):
-        parser.error("import needs CONFIG, or --write-config CONFIG")
-    return arguments
 
 
 def _import(arguments: argparse.Namespace) -> None:

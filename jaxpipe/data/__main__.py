@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from datetime import date
+from typing import Any
 
 from rich.console import Console
 
@@ -52,6 +53,15 @@ def _parser() -> Parser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
+    _add_prepare(commands)
+    looking = commands.add_parser("inspect", help="show what a prepared folder holds")
+    looking.add_argument("folder", type=any_path, metavar="DIR")
+    looking.add_argument("--documents", type=int, default=3, help="number of documents to decode")
+    looking.set_defaults(run=_inspect)
+    return parser
+
+
+def _add_prepare(commands: Any) -> None:
     making = commands.add_parser("prepare", help="text to shards of token ids")
     making.add_argument(
         "inputs", nargs="+", type=any_path, metavar="INPUT", help="files or folders"
@@ -61,11 +71,7 @@ def _parser() -> Parser:
         help="a tokenizer.json, a model's directory with one, or 'bytes'",
     )  # fmt: skip
     making.add_argument(
-        "--out",
-        required=True,
-        type=any_path,
-        metavar="DIR",
-        help="output folder, created if needed",
+        "--out", required=True, type=any_path, metavar="DIR", help="output folder, made if needed"
     )
     making.add_argument(
         "--field", default="",
@@ -112,12 +118,6 @@ def _parser() -> Parser:
         "--skip-bad-lines", action="store_true", help="skip and count records that cannot be read"
     )
     making.set_defaults(run=_prepare)
-
-    looking = commands.add_parser("inspect", help="show what a prepared folder holds")
-    looking.add_argument("folder", type=any_path, metavar="DIR")
-    looking.add_argument("--documents", type=int, default=3, help="number of documents to decode")
-    looking.set_defaults(run=_inspect)
-    return parser
 
 
 def _date(text: str) -> str:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpipe.config import ConfigError, DataConfig
+from jaxpipe.config import Config, ConfigError, DataConfig
 from jaxpipe.data.packing import count_slots, pack_documents
 from jaxpipe.data.shards.manifest import MANIFEST, HistogramBin, read_manifest
+from jaxpipe.planning import Estimate
 
 _MOST = 1 << 20  # limit on documents in the sample
 
@@ -66,3 +67,23 @@ def sample_lengths(histogram: tuple[HistogramBin, ...]) -> np.ndarray:
         spread = (np.arange(count) + 0.5) / max(count, 1) * 2 - 1
         parts.append(np.rint(mean + spread * min(bar.up_to - mean, mean - 1)).astype(int))
     return np.concatenate(parts)
+
+
+def describe_packing(config: Config, rows: PackingEstimate, best: Estimate, peak: float) -> str:
+    """Describe how packed documents change tokens/s and MFU of the recommended schedule.
+
+    Args:
+      config: of the run.
+      rows: expected packing efficiency and lengths of documents.
+      best: the recommended schedule.
+      peak: of a device, FLOP/s.
+    """
+    tokens = sum(length * count for length, count in rows.documents.items())
+    flops = config.model.flops_of_documents(rows.documents) / tokens
+    flops -= config.model.frozen_flops(config.lora.rank)
+    mfu = best.tokens_per_second / config.parallel.devices * flops / peak
+    return (
+        f"packed ({config.data.packing}): {rows.efficiency:.2%} of the rows is no padding, and "
+        f"only that is in tokens/s; {best.label}: MFU {mfu:.1%}, attention counted as "
+        f"long as documents are."
+    )
