@@ -8,6 +8,8 @@ from jaxpipe.core.contract.devices import ONE_DEVICE, OneDevice
 from jaxpipe.core.contract.experts import ALL_EXPERTS, AllExperts
 from jaxpipe.core.contract.parameter import TP, ParamSpec
 from jaxpipe.core.contract.sequence import FULL_SEQUENCE, FullSequence
+from jaxpipe.model.attention.causal import CausalAttention
+from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.layers.fp8 import PLAIN, Precision
 from jaxpipe.model.objective import Objective
 
@@ -83,6 +85,11 @@ class LayerParts(NamedTuple):
     def devices(self) -> OneDevice:
         """The devices that share the layer."""
         return self.sharing.devices
+
+    def attention(self, config: DecoderConfig) -> CausalAttention:
+        """The attention of the layer, limited to the model's window."""
+        sequence, documents = self.sharing.sequence, self.ops.documents
+        return CausalAttention(sequence, config.attention, config.window, documents)
 
     def cut(self, dim: int) -> ParamSpec:
         """The spec of a parameter that is sharded over the devices along `dim`."""

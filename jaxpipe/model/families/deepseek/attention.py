@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.model.attention.causal import CausalAttention
 from jaxpipe.model.attention.keys import Cache, Keys
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.layers.parts import PLAIN_DOT, Dot, Init, LayerInputs, RMSNorm, scale
@@ -52,9 +51,7 @@ class LatentAttention(nnx.Module):
         keys_and_values = heads * (config.qk_nope_head_dim + config.v_head_dim)
         self.wkv_b = init("attn/wkv_b", (rank, keys_and_values), 0.02, parts.cut(1))
         self.wo = init("attn/wo", (heads * config.v_head_dim, d), out_std, parts.cut(0))
-        self.attend = CausalAttention(
-            parts.sharing.sequence, config.attention, config.window, parts.ops.documents
-        )
+        self.attend = parts.attention(config)
         self.config, self.devices = config, parts.devices
 
     def __call__(

@@ -8,7 +8,6 @@ and V where devices share a layer or a sequence, and for the dtypes of the compu
 import jax
 from flax import nnx
 
-from jaxpipe.model.attention.causal import CausalAttention
 from jaxpipe.model.attention.keys import Cache, Keys
 from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.layers.parts import (
@@ -36,9 +35,7 @@ class GPT2Attention(nnx.Module):
         self.bv = init("attn/bv", (heads,), 0.0, parts.cut(0))
         self.wo = init("attn/wo", (heads, d), out_std, parts.cut(0))
         self.bo = init("attn/bo", (d,), 0.0, parts.own(differs=parts.devices.sequence))
-        self.attend = CausalAttention(
-            parts.sharing.sequence, config.attention, config.window, parts.ops.documents
-        )
+        self.attend = parts.attention(config)
         self.width, self.devices = config.head_size, parts.devices
 
     def __call__(self, x_BLD: jax.Array, given: LayerInputs) -> tuple[jax.Array, Cache | None]:

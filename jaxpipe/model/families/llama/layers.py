@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxpipe.core.contract import Aux, Context, LayerOutput
 from jaxpipe.core.contract.parameter import ParamSpec
-from jaxpipe.model.attention.causal import CausalAttention, append_cache
+from jaxpipe.model.attention.causal import append_cache
 from jaxpipe.model.attention.keys import Cache, Keys
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
@@ -68,9 +68,7 @@ class LlamaAttention(nnx.Module):
             self.q_norm = new_norm("attn/q_norm", k, config, init, norm)
             self.k_norm = new_norm("attn/k_norm", k, config, init, norm)
         self.config, self.devices = config, devices
-        self.attend = CausalAttention(
-            parts.sharing.sequence, config.attention, config.window, parts.ops.documents
-        )
+        self.attend = parts.attention(config)
 
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, given: LayerInputs
