@@ -13,6 +13,7 @@ from jaxpipe.checkpoint.hf.serving import ServingFiles
 from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.config import ConfigError
 from jaxpipe.model import FAMILIES, PRESETS
+from jaxpipe.model.attention.case import AttentionCase
 from jaxpipe.model.families.llama4.config import Llama4Config
 from jaxpipe.model.families.llama4.huggingface import Llama4Format
 
@@ -140,5 +141,6 @@ def test_what_transformers_lacks_is_not_written(tmp_path):
 def test_chunks_exclude(tmp_path, changes, message):
     config = transformers.Llama4TextConfig(**MODELS["scout"])
     model = Llama4Config(**model_settings(fields_of(config), tmp_path))
-    [sentence] = replace(model, **changes).broken_rules(tp=1)
+    model = replace(model, **changes)
+    [sentence] = (*model.broken_rules(tp=1), *model.unmet_by_attention(AttentionCase(), tp=1))
     assert message in sentence

@@ -37,19 +37,22 @@ def _halves(config: Config) -> int:
 def check_attention(config: Config, devices: Devices | None = None) -> None:
     """Raise `ConfigError` if the model's attention cannot reach or mask keys as settings ask.
 
-    `devices` None: they are not known.
+    `devices` None: they are not known, and what a kernel asks of them and of dtypes is not checked.
     """
     parallel, train = config.parallel, config.train
     case = AttentionCase(
         FullSequence(parallel.cp, parallel.exchanging) if parallel.cp > 1 else FULL_SEQUENCE,
         slices=parallel.slices > 1,
         documents=config.data.documents,
-        rows=(train.microbatch_size, train.seq_len),
-        dtype=train.compute_dtype,
-        platform=devices.platform if devices else "",
-        capability=devices.capability if devices else None,
-        deterministic=train.deterministic,
     )
+    if devices is not None:
+        case = case._replace(
+            rows=(train.microbatch_size, train.seq_len),
+            dtype=train.compute_dtype,
+            platform=devices.platform,
+            capability=devices.capability,
+            deterministic=train.deterministic,
+        )
     for sentence in config.model.unmet_by_attention(case, parallel.tp):
         raise ConfigError(sentence)
 
