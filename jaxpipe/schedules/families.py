@@ -1,7 +1,8 @@
 """The registry of schedule families, with one record per family.
 
-To add a schedule, write its builder and add an entry to `FAMILIES`: `build`, the configuration's
-checks, the plan and the tests of all schedules read this entry.
+To add a schedule, write its builder, name it in `ORDERS` of the core, and add an entry to
+`FAMILIES`: `build`, the configuration's checks and the plan read this entry, and the tests of all
+schedules read both.
 """
 
 from collections.abc import Callable, Iterable, Mapping

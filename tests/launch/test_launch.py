@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -217,3 +218,21 @@ def test_the_oldest_packages_are_installed_once(tree):
     code, _, errors = run(tree, "test.sh", "--oldest", **other)
     assert code == 1
     assert "the oldest packages are tested with the oldest Python" in errors
+
+
+def test_the_core_and_what_is_near_answer_without_the_gpu_compiler(tree):
+    kept = {"XDG_CACHE_HOME": str(tree.parent / "kept")}
+    code, said, errors = run(tree, "test.sh", "--core", "-x", **kept)
+    assert code == 0, errors
+    assert errors.endswith("--editable .[test]\n")
+    assert said.splitlines()[-1].endswith(" -m not extended and not slow tests/core -x")
+    code, said, errors = run(tree, "test.sh", "--near", "tick.py", **kept)
+    assert code == 0, errors
+    assert "--session-timeout 60" in said.splitlines()[-1]
+    assert said.splitlines()[-1].endswith(" tests/support/near.py tick.py")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the compiler supports Linux only")
+def test_extended_tests_install_the_gpu_compiler(tree):
+    errors = run(tree, "test.sh", "--extended", XDG_CACHE_HOME=str(tree.parent / "kept"))[2]
+    assert errors.splitlines()[0].endswith("--editable .[aot,test]")

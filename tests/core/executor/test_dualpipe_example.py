@@ -32,6 +32,7 @@ def normal(key, *shape):
     return jax.random.normal(jax.random.key(key), shape, jnp.float64)
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["4-dualpipe"])
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
 @pytest.mark.parametrize("pp", [2, 4, 6, 8])

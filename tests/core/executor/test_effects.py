@@ -66,6 +66,7 @@ def layer(params, x, context):
 TELLING = StageFunctions(TOY.embed, LayerKind(layer), TOY.head, TOY.count)
 
 
+@pytest.mark.extended(only=["dualpipev-none", "zb_h1-selective"])
 @pytest.mark.slow(unless=["1f1b-full", "zb_h1-selective", "dualpipev-none"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipev"])
@@ -78,6 +79,7 @@ def test_effects_of_a_forward_pass():
     assert seen_in(TELLING, trains=False) == {index: MICROBATCHES for index in range(LAYERS)}
 
 
+@pytest.mark.extended(only=["1f1b"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_effects_of_embedding_and_head(schedule):
     def embed(shared, rows):
@@ -92,6 +94,7 @@ def test_effects_of_embedding_and_head(schedule):
     assert seen_in(functions, schedule) == dict.fromkeys((1, 2, 3), MICROBATCHES)
 
 
+@pytest.mark.extended(only=["none"])
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_what_a_callback_returns_is_stored(policy):
     """A callback is not repeated in the gradient, whatever is rematerialized."""

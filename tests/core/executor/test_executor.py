@@ -19,6 +19,15 @@ from jaxpipe.core.mesh import StageLayout, make_mesh
 from jaxpipe.core.schedule import ORDERS, Lockstep
 
 
+@pytest.mark.extended(
+    unless=[
+        "1f1b-4-True-*",
+        "zb_h1-4-True-1",
+        "interleaved_zb-4-True-1",
+        "zbv-4-True-1",
+        "dualpipe-4-True-1",
+    ]
+)
 @pytest.mark.slow(unless=["*-4-True-1", "1f1b-4-True-2", "zbv-2-False-2", "interleaved_zb-1-*"])
 @pytest.mark.parametrize(("name", "pp", "more", "transfer_ticks"), CASES)
 def test_every_program_equals_the_reference(name, pp, more, transfer_ticks):
@@ -40,6 +49,7 @@ def test_the_cases_have_every_signature():
     assert not [case for case in every if signature_of(*case) not in run_here]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "interleaved_zb"])
 def test_groups_of_other_sizes(name):
     """Megatron's groups: three microbatches in one stage before the rank's next stage, then two."""
@@ -56,6 +66,7 @@ def test_poison_changes_no_bit(name):
     jax.tree.map(np.testing.assert_array_equal, poisoned, clean)
 
 
+@pytest.mark.extended(unless=["full-1f1b"])
 @pytest.mark.slow(unless=["selective-dualpipe", "full-1f1b"])
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])  # one with BW; one with B, W and pairs
 @pytest.mark.parametrize(
@@ -68,6 +79,7 @@ def test_rematerialisation_changes_nothing(name, remat):
     check(schedule, uneven(schedule.stages), remat=remat)
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["zb_h2"])
 @pytest.mark.parametrize("name", ["1f1b", "zb_h2", "zbv", "dualpipe"])
 def test_deferring_the_ends_changes_nothing(name):
@@ -75,15 +87,18 @@ def test_deferring_the_ends_changes_nothing(name):
     check(schedule, uneven(schedule.stages), lockstep=Lockstep(defer_embed_head=True))
 
 
+@pytest.mark.extended
 def test_three_ranks():
     check(build("zb_h1", pp=3, microbatches=5), [1, 3, 2], 2)
 
 
+@pytest.mark.extended
 def test_three_stages_a_rank():
     schedule = build("interleaved_zb", pp=2, microbatches=4, virtual_stages=3)
     check(schedule, [2, 1, 1, 1, 2, 1])
 
 
+@pytest.mark.extended(only=["none"])
 @pytest.mark.parametrize("ignore", ["none", "whole"])
 def test_ignored_tokens(ignore):
     losses = check(build("zb_h1", pp=2, microbatches=5), [2, 1], 2, ignore=ignore)
@@ -102,6 +117,7 @@ def test_no_valid_token_at_all():
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradients))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "in_flight"), [("dualpipe", 5), ("dualpipev", 8)])
 def test_forwards_from_both_ends_run_ahead(name, in_flight):
     """F and BW of two chunks, which share cells in the schedule's own order."""
@@ -109,6 +125,7 @@ def test_forwards_from_both_ends_run_ahead(name, in_flight):
     check(schedule, uneven(schedule.stages), 2, lockstep=Lockstep(2, in_flight=in_flight))
 
 
+@pytest.mark.extended(only=["2"])
 @pytest.mark.parametrize("in_flight", [2, 7])
 def test_running_ahead_changes_nothing(in_flight):
     """An F in a cell with a gradient of its stage; two-tick transfers trace the same program."""
@@ -139,12 +156,14 @@ def test_exchanges_phased_change_no_bit(name, pp):
     jax.tree.map(np.testing.assert_array_equal, phased, plain)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "transfer_ticks"), [("dualpipe", 1), ("dualpipev", 2)])
 def test_halves_of_a_cell_in_two_branches(name, transfer_ticks):
     schedule = schedule_of(name, 4)
     check(schedule, [1] * schedule.stages, 2, lockstep=Lockstep(transfer_ticks, pairs=False))
 
 
+@pytest.mark.extended(unless=["1f1b-2", "dualpipe-2"])
 @pytest.mark.parametrize(
     ("name", "transfer_ticks"),
     [("1f1b", 2), ("interleaved_1f1b", 2), ("zbv", 1), ("zbv", 2), ("dualpipe", 2)],
@@ -164,6 +183,7 @@ def test_forward_only_gives_the_same_losses(name, transfer_ticks):
     np.testing.assert_allclose(losses, want, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.extended
 def test_forward_only_holds_nothing_and_so_has_no_limit():
     """A limit below the number of microbatches concerns only values that wait for gradients."""
     schedule = build("1f1b", pp=2, microbatches=4)

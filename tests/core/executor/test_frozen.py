@@ -79,12 +79,14 @@ def check(functions, schedule, dp=2, **execution):
         )
 
 
+@pytest.mark.extended(only=["zbv"])
 @pytest.mark.slow(unless=["1f1b", "zbv"])
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_rest_has_the_gradients_of_one_device(name):
     check(toy({"embed", "norm"}), near(name, 2, 1), zero_stage=1, poison_bubbles=True)
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["3-True-head"])
 @pytest.mark.parametrize("shared", ["head", "embed"])
 @pytest.mark.parametrize(("stage", "reshard"), [(0, False), (1, False), (2, False), (3, True)])

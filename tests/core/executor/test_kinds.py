@@ -54,6 +54,7 @@ def run(schedule, order, *, dp=2, ep=2, change=lambda functions: functions, **ex
 OF_PLACEMENTS = ("1f1b", "interleaved_1f1b", "zbv", "dualpipe")  # one schedule of each placement
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["zbv-first_other"])
 @pytest.mark.parametrize(
     ("name", "order"),
@@ -84,6 +85,7 @@ def test_kinds_however_they_are_stored(stage, reshard, remat):
         assert_same(*run(schedule, LAYERS_OF["mixed"], **how))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_what_layers_lose_is_in_none_of_the_heads_losses(name):
     def two(functions):

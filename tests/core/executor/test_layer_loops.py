@@ -33,6 +33,7 @@ def looped(name, counts, dp=1, *, unroll=1, dtype=jnp.float32, **execution):
     return pipeline, layout, params, layers, batch
 
 
+@pytest.mark.extended(unless=["1f1b-2-execution1"])
 @pytest.mark.slow(
     unless=["zb_h1-2-execution0", "1f1b-2-execution1", "1f1b-1-execution5", "interleaved_1f1b-1-*"]
 )
@@ -56,6 +57,7 @@ def test_a_loop_equals_the_reference(name, dp, execution):
         assert_same(got, losses_and_gradients_ref(TOY, params["embed_head"], layers, batch))
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["1f1b"])
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b"])
 def test_runs_of_several_kinds_equal_the_reference(name):

@@ -12,6 +12,7 @@ GROWS = {"gpipe", "bfs"}  # every microbatch has its F before any has its B
 FLAT = [name for name in ORDERS if name not in GROWS]
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["1f1b-none", "zbv-full"])
 @pytest.mark.parametrize(("name", "remat"), [*zip(FLAT, cycle(("none", "full")))])
 def test_memory_is_the_rings_and_one_tick(name, remat):
@@ -26,6 +27,7 @@ def test_memory_is_flat_in_microbatches(name):
     assert rings == 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", sorted(GROWS))
 def test_memory_grows_by_the_residuals(name):
     (small, _), (large, _) = (measured(name, 4, m, "full") for m in (8, 40))

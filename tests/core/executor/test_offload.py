@@ -19,6 +19,7 @@ HOST = jax.memory.Space.Host
 OF_PLACEMENTS = ("1f1b", "interleaved_zb", "zb_h1", "zbv", "dualpipe")  # and of split gradients
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["1f1b-1", "zb_h1-1"])
 @pytest.mark.parametrize(
     ("name", "layers"), [*((name, 1) for name in OF_PLACEMENTS), ("1f1b", LAYERS_EACH)]

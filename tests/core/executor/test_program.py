@@ -23,6 +23,7 @@ def while_body(text):
     return text[start.start() : text.index("\n}", start.start())]
 
 
+@pytest.mark.extended(only=["dualpipev-4-8-2"])
 @pytest.mark.slow(unless=["zbv-4-8-2", "dualpipev-4-8-2"])
 @pytest.mark.parametrize(
     ("name", "pp", "microbatches", "transfer_ticks"),
@@ -44,6 +45,7 @@ def copies_in_the_loop(compiled_step, sizes, shape):
     return re.findall(rf"\w+\[(?:{sizes}),{slot},[\d,]+\]\S* copy\(", loop)
 
 
+@pytest.mark.extended(unless=["zbv"])
 @pytest.mark.slow(unless=["interleaved_zb", "zbv", "dualpipev"])
 @pytest.mark.parametrize("name", ORDERS)
 def test_no_ring_is_copied_in_the_loop(name):
@@ -71,6 +73,7 @@ def test_a_ring_that_is_copied_is_seen():
     assert copies_in_the_loop(step.lower(ring, ring + 1).compile(), {3}, (WIDE, 6))
 
 
+@pytest.mark.extended
 def test_size_does_not_grow_with_microbatches():
     lines = {
         microbatches: len(compiled("1f1b", 4, microbatches).as_text().splitlines())

@@ -143,6 +143,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.extended(unless=["zbv"])
 @pytest.mark.slow(unless=["1f1b", "interleaved_zb", "zbv", "dualpipe"])
 @pytest.mark.parametrize("name", ORDERS)
 def test_planted_faults_are_seen(name):

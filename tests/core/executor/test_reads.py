@@ -80,12 +80,14 @@ def check_toy(functions, schedule, dp=2, **execution):
         return got
 
 
+@pytest.mark.extended(unless=["1f1b"])
 @pytest.mark.slow(unless=["1f1b", "zbv"])
 @pytest.mark.parametrize("name", ORDERS)
 def test_under_every_schedule(name):
     check_toy(toy(), near(name, 2, 1), poison_bubbles=True)
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["tied-3-True"])
 @pytest.mark.parametrize(("stage", "reshard"), [(0, False), (1, False), (3, True)])
 @pytest.mark.parametrize("functions", [toy(), tied()], ids=["apart", "tied"])

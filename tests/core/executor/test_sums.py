@@ -46,6 +46,7 @@ def looked_up(schedule, dtype, tokens, weights, dtype_of_total=jnp.float32):
     return jax.tree.map(np.asarray, gradients)
 
 
+@pytest.mark.extended(unless=["1f1b-*bfloat16*-4", "zb_h1-*float16*-4"])
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])

@@ -27,6 +27,7 @@ def one_by_one(functions, _):
     return step_ref(functions, SHARED, LAYERS, BATCH)
 
 
+@pytest.mark.extended(only=["on_a_mesh-float16", "one_by_one-None"])
 @pytest.mark.parametrize(
     ("step", "dtype"), [(on_a_mesh, None), (on_a_mesh, jnp.float16), (one_by_one, None)]
 )
