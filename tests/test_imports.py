@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from near import imported_files, imported_names
+from near import imported_files, imported_names, files_of_tests
 
 import jaxpipe
 
@@ -99,6 +99,12 @@ def test_a_trainer_needs_no_plots_and_no_event_files():
         "sys.exit(bool({'matplotlib', 'tensorboardX', 'chex'} & {*sys.modules}))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_no_two_files_of_tests_share_a_name():
+    """pytest imports them by their names alone."""
+    names = [path.name for path in files_of_tests()]
+    assert sorted(set(names)) == sorted(names)
 
 
 def test_top_level_holds_only_what_it_should():

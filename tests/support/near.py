@@ -26,7 +26,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def test_files() -> list[Path]:
+def files_of_tests() -> list[Path]:
     """Return all files of tests."""
     return sorted((ROOT / "tests").rglob("test_*.py"))
 
@@ -73,7 +73,7 @@ def reached(paths: Iterable[Path]) -> dict[Path, int]:
     Only where a package's own file is one of `paths`, imports by way of the package count too.
     """
     importers: dict[Path, set[Path]] = {}
-    for path in {*modules().values(), *test_files()}:
+    for path in {*modules().values(), *files_of_tests()}:
         packages = {modules().get(module) for module, _ in imported_names(path)}
         for target in imported_files(path) | packages.intersection(paths):
             importers.setdefault(target, set()).add(path)
@@ -95,14 +95,14 @@ def nearest_tests(paths: Iterable[Path]) -> list[Path]:
     found = reached(paths)
     own = {ROOT / "tests" / path.relative_to(ROOT / "jaxpipe").parent
            for path in paths if ROOT / "jaxpipe" in path.parents}  # fmt: skip
-    tests = [path for path in test_files() if path in found]
+    tests = [path for path in files_of_tests() if path in found]
     return sorted(tests, key=lambda path: (path.parent not in own, found[path]))
 
 
 def main(arguments: list[str]) -> int:
     """Print the tests of the files, or one sentence where there are none; return the exit code."""
     paths = [Path(name).resolve() for name in arguments]
-    unknown = {*paths} - {*modules().values(), *test_files()}
+    unknown = {*paths} - {*modules().values(), *files_of_tests()}
     nearest = [] if unknown else nearest_tests(paths)
     if not nearest:
         what = ", ".join(sorted(map(str, unknown or paths))) or "no file"
