@@ -34,6 +34,7 @@ unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile all sou
 lint() {
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
+    .venv/bin/mypy
 }
 short='not extended and not slow'
 case "${1:-}" in

@@ -93,7 +93,7 @@ def set_memory_kinds(lowered: jax.stages.Lowered, kinds: Sequence[str]) -> None:
       lowered: the program, which is changed.
       kinds: "device" or "pinned_host" for every leaf of the function's arguments.
     """
-    module = lowered.compiler_ir()
+    module: Any = lowered.compiler_ir()
     (main,) = (op for op in module.body.operations if str(op.attributes["sym_name"]) == '"main"')
     used = sorted(lowered._lowering.compile_args["kept_var_idx"])  # jax drops unused arguments
     with module.context:
@@ -125,7 +125,8 @@ def store_programs_if(accepts: Callable[[Any], bool], where: str) -> None:
         if accepts(executable):
             store(key, module, executable, *args)
 
-    compilation_cache.put_executable_and_time = store_accepted
+    # `*args`, because the rest differs between versions of jax.
+    compilation_cache.put_executable_and_time = store_accepted  # type: ignore[assignment]
 
 
 @cache  # once in a process

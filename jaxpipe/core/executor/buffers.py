@@ -13,6 +13,7 @@ from jax import lax
 
 from jaxpipe.core.contract import Tree
 
+Index = int | jax.Array
 HOST = "pinned_host"  # memory kind of arrays in host memory that devices copy from
 
 _get = partial(lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False)
@@ -41,12 +42,12 @@ def poison_value(dtype: Any) -> Any:
     return True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
 
 
-def read(rings: Tree, slot: jax.Array) -> Tree:
+def read(rings: Tree, slot: Index) -> Tree:
     """Read one slot of every ring buffer of a tree."""
     return jax.tree.map(lambda ring: _get(ring, slot), rings)
 
 
-def write(rings: Tree, values: Tree, slot: jax.Array) -> Tree:
+def write(rings: Tree, values: Tree, slot: Index) -> Tree:
     """Return the ring buffers with `values` written to one slot, cast to the buffers' dtypes."""
     return jax.tree.map(
         lambda ring, value: _set(ring, value.astype(ring.dtype), slot), rings, values

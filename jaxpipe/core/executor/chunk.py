@@ -236,8 +236,8 @@ def _run_forward(
         ring = rings.write_forward(ring, residuals, output.state, inputs.row, layer.first)
         return output.y, ring, add_aux(aux, output.aux, inputs.row.forward_mb), loss
 
-    x, rings, aux, loss, gathered = before
-    rings, after = list(rings), later and later.end(backward=False)
+    x, aux, loss, gathered = before.y, before.aux, before.loss, before.next_params
+    rings, after = list(before.rings), later and later.end(backward=False)
     # The gather of a layer must end with the layer before it: otherwise XLA delays some into the
     # layer itself. BW has enough matmuls to hide them, and would wait for tp collectives.
     passed, gathered = run.over_layers(
@@ -275,7 +275,8 @@ def _layer_gradient(
             params, context, from_rings.residuals.for_w, from_rings.stash, dlosses
         )
         return dy, *layer.add_gradients(total, read_sums, gradients, counts), statistics, ring
-    at_output, stash = Cotangent(dy, from_rings.dstate, dlosses), ()
+    at_output = Cotangent(dy, from_rings.dstate, dlosses)
+    stash: tuple[jax.Array, ...] = ()
     if op is Op.BW:
         dx, gradients = split.backward(params, context, from_rings.residuals, at_output)
     else:

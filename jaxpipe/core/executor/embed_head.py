@@ -15,6 +15,7 @@ from jaxpipe.core.executor.stage import EmbedHeadFunction, add_gradients
 from jaxpipe.core.executor.step_data import StepData
 from jaxpipe.core.mesh import PP
 from jaxpipe.core.schedule import TableRow
+from jaxpipe.core.schedule.row import VocabParallelColumns
 from jaxpipe.core.split.ports import Cotangent
 from jaxpipe.core.split.split import LayerSplit
 
@@ -33,13 +34,19 @@ class EmbedHead:
     Attributes:
       embed, head: the model's functions.
       outputs: `StageFunctions.outputs`.
-      split: the split head; None: forward-only.
+      split_if_trained: the split head; None: forward-only.
     """
 
     embed: EmbedHeadFunction
     head: EmbedHeadFunction
     outputs: Callable[..., Tree] | None
-    split: LayerSplit | None
+    split_if_trained: LayerSplit | None
+
+    @property
+    def split(self) -> LayerSplit:
+        """The head split into F, B and W; a forward-only pass has none."""
+        assert self.split_if_trained is not None
+        return self.split_if_trained
 
     def result_shapes(
         self, step: StepData, x: Any, rows: Tree
@@ -138,7 +145,7 @@ class EmbedHead:
 
     def _head_of(self, step: StepData, rank: int, carry: Carry, row: TableRow, k: int) -> Carry:
         """Compute the loss of the y of a pipeline rank, and store dy for that rank's B."""
-        m, slot = row.vocab_parallel.head[k] - 1, row.vocab_parallel.dy_write
+        m, slot = _columns(row).head[k] - 1, _columns(row).dy_write
 
         def run() -> tuple[jax.Array, jax.Array, Tree, Tree]:
             here = lax.axis_index(PP) == rank
@@ -150,7 +157,7 @@ class EmbedHead:
 
         passed = carry.losses, carry.inbox, carry.embed_head_gradients, carry.outputs
         losses, inbox, gradients, outputs = step.choose(
-            lambda row: row.vocab_parallel.head[k] > 0, row, run, lambda: passed
+            lambda row: _columns(row).head[k] > 0, row, run, lambda: passed
         )
         return carry._replace(
             losses=losses, inbox=inbox, embed_head_gradients=gradients, outputs=outputs
@@ -160,31 +167,27 @@ class EmbedHead:
         self, step: StepData, rank: int, carry: Carry, row: TableRow, k: int
     ) -> Carry:
         """Add the embedding's gradient from the dx of stage 0 of a pipeline rank."""
-        m = row.vocab_parallel.embed_gradient[k] - 1
+        m = _columns(row).embed_gradient[k] - 1
 
         def run() -> Tree:
             dx = _from_rank(lax.axis_index(PP) == rank, carry.dx)
             return self._embed_gradient(step, dx, step.rows(m), carry.embed_head_gradients)
 
         gradients = step.choose(
-            lambda row: row.vocab_parallel.embed_gradient[k] > 0,
-            row,
-            run,
+            lambda row: _columns(row).embed_gradient[k] > 0, row, run,
             lambda: carry.embed_head_gradients,
-        )
+        )  # fmt: skip
         return carry._replace(embed_head_gradients=gradients)
 
     def _embed_for(self, step: StepData, rank: int, carry: Carry, row: TableRow, k: int) -> Carry:
         """Compute the embedding for an F of this tick; the rank that runs the F stores it."""
-        m, slot = row.vocab_parallel.embed[k] - 1, row.vocab_parallel.embed_write
+        m, slot = _columns(row).embed[k] - 1, _columns(row).embed_write
 
         def run() -> jax.Array:
             x = self.embed.function(step.embed_head, step.rows(m))
             return _write_inbox(step, carry.inbox, x, lax.axis_index(PP) == rank, slot)
 
-        inbox = step.choose(
-            lambda row: row.vocab_parallel.embed[k] > 0, row, run, lambda: carry.inbox
-        )
+        inbox = step.choose(lambda row: _columns(row).embed[k] > 0, row, run, lambda: carry.inbox)
         return carry._replace(inbox=inbox)
 
     def _loss(
@@ -213,6 +216,11 @@ class EmbedHead:
     def _embed_gradient(self, step: StepData, dx: jax.Array, rows: Tree, totals: Tree) -> Tree:
         """Return `totals` with the embedding's gradients added."""
         return add_gradients(totals, self.embed.gradients(step.embed_head, rows, dx))
+
+
+def _columns(row: TableRow) -> VocabParallelColumns:
+    assert row.vocab_parallel is not None
+    return row.vocab_parallel
 
 
 def _context(step: StepData, rows: Tree) -> Context:

@@ -154,7 +154,11 @@ class Pipeline:
 
     def _program(self, tables: Tables, params: Tree) -> Callable[..., StepOutput]:
         """Return the step on the mesh, of `(params, batch, (variables, loss_scale), columns)`."""
-        specs, all_have, rows = self.sharding.partition_specs(params), PartitionSpec(), batch_spec()
+        specs = self.sharding.partition_specs(params)
+        # Typed as trees, because they stand for arrays in a `StepOutput`.
+        all_have: Tree = PartitionSpec()
+        rows: Tree = batch_spec()
+        of_devices: Tree = PartitionSpec(*self.mesh.axis_names)
         of_gradients = select(is_trained(self.sharding.param_shardings(params)), specs)
         return jax.shard_map(
             self.device_program(tables, params),
@@ -167,7 +171,7 @@ class Pipeline:
                 rows,
                 all_have,
                 all_have,
-                PartitionSpec(*self.mesh.axis_names) if self.execution.fingerprints else None,
+                of_devices if self.execution.fingerprints else None,
             ),
             check_vma=False,  # not differentiated; psums in layers have their own VJPs
         )

@@ -46,8 +46,7 @@ def check_fit(pipeline: "Pipeline", params: Tree, batch: Tree) -> None:
 
 def _check_batch(pipeline: "Pipeline", batch: Tree) -> None:
     microbatches, reads = pipeline.schedule.microbatches, pipeline.functions.batch_keys
-    unknown = [name for name in batch if reads is not None and name not in reads]
-    if unknown:
+    if reads is not None and (unknown := [name for name in batch if name not in reads]):
         raise ValueError(
             f"the batch has a leaf {unknown[0]!r} that the model does not read: leave it out; "
             f"it reads {', '.join(reads)}."

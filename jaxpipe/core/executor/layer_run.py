@@ -10,7 +10,8 @@ from jax import lax
 
 from jaxpipe.core.contract import Tree
 from jaxpipe.core.executor import buffers
-from jaxpipe.core.executor.traced_kind import TracedKind
+from jaxpipe.core.executor.buffers import Index
+from jaxpipe.core.executor.traced_kind import BufferedKind
 from jaxpipe.core.mesh import DP, ParamSharding
 from jaxpipe.core.split.ports import Weights
 
@@ -41,13 +42,13 @@ class LayerRun:
       unroll: layers in one iteration of a loop over them.
     """
 
-    kind: TracedKind
+    kind: BufferedKind
     params: Tree
     index: jax.Array
     active: jax.Array | None
     ring: int
-    first: int | jax.Array = 0
-    row: int | jax.Array | None = None
+    first: Index = 0
+    row: Index | None = None
     grad_sums: Tree = None
     shardings: Tree = None
     reduce: Callable[[Tree], Tree] = lambda total: total
@@ -64,7 +65,7 @@ class LayerRun:
         """Whether the residuals of the layers are stored in host memory."""
         return self.kind.rings.on_host
 
-    def at(self, layer: int | jax.Array) -> "LayerRun":
+    def at(self, layer: Index) -> "LayerRun":
         """Return one of the layers alone."""
         is_alone = self.layers == 1
         return replace(
@@ -177,7 +178,7 @@ class LayerRun:
         """
         last, ahead = self.layers - 1, prefetch and self.shardings is not None
 
-        def run_one(step: int | jax.Array, passed: Passed, gathered: Tree, after: Any) -> Any:
+        def run_one(step: Index, passed: Passed, gathered: Tree, after: Any) -> Any:
             one = self.at(last - step if backward else step)
 
             def on_params(*passed: Any) -> Passed:

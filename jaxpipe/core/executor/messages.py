@@ -1,6 +1,7 @@
 """Print the messages between pipeline ranks tick by tick, to debug a schedule (`[debug]`)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +44,12 @@ class MessagePrinter:
         real: jax.Array,
         hop: int,
         message: jax.Array,
-        **more: jax.Array,
+        **more: Any,
     ) -> None:
         """Print a line if the message is `real`; `more` are further values for the text."""
         rank = lax.axis_index(PP)
         if self.ticks:
+            assert row.tick is not None  # a step with a printer numbers its ticks
             first, last = self.ticks
             real &= (first <= row.tick) & (row.tick <= last)
         if self.pp_ranks:

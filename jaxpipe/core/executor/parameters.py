@@ -14,7 +14,7 @@ from jaxpipe.core.contract import Tree
 from jaxpipe.core.executor.chunk import Chunk
 from jaxpipe.core.executor.execution import Execution
 from jaxpipe.core.executor.layer_run import LayerRun
-from jaxpipe.core.executor.traced_kind import TracedKind
+from jaxpipe.core.executor.traced_kind import BufferedKind
 from jaxpipe.core.mesh import DP, PP, REPLICA_AXES, TP, ParamSharding, StageLayout
 from jaxpipe.core.mesh.flags import is_trained, select
 
@@ -74,7 +74,7 @@ class DeviceParameters:
         return jax.tree.map(lambda like: jax.ShapeDtypeStruct(like.shape[1:], like.dtype), shapes)
 
     def chunks(
-        self, layout: StageLayout, kinds: Sequence[TracedKind], *, mirrored: bool
+        self, layout: StageLayout, kinds: Sequence[BufferedKind], *, mirrored: bool
     ) -> tuple[Chunk, ...]:
         """Return the chunks of this pipeline rank; `kinds` are the kinds of the ring groups.
 
@@ -94,7 +94,7 @@ class DeviceParameters:
         layers: tuple[Tree, ...],
         table: np.ndarray,
         layout: StageLayout,
-        kinds: Sequence[TracedKind],
+        kinds: Sequence[BufferedKind],
     ) -> tuple[Chunk, ...]:
         """Return the chunks of some layers; `table[r, slot]` is the layer index, -1 if empty."""
         here, reshard = jnp.asarray(table)[lax.axis_index(PP)], self.execution.reshard_after_forward

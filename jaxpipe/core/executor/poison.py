@@ -40,9 +40,9 @@ def poison_read_slots(
             lambda: carry.head_ring,
         )
         carry = carry._replace(head_ring=waited)
-    waits = [("for_b", row.for_b_read, (Op.B, Op.BW)), ("for_w", row.for_w_read, (Op.W, Op.BW))]
+    waits = [("for_b", row.for_b_read, [Op.B, Op.BW]), ("for_w", row.for_w_read, [Op.W, Op.BW])]
     if tables.has_split_backward:
-        waits.append(("stash", row.stash_read, (Op.W,)))
+        waits.append(("stash", row.stash_read, [Op.W]))
 
     def emptied(ring: RingBuffers, arrays: RingArrays) -> RingArrays:
         for use, slot, readers in waits:

@@ -20,7 +20,7 @@ from jaxpipe.core.executor.stage import EmbedHeadFunction
 from jaxpipe.core.executor.step_data import Mean, StepData
 from jaxpipe.core.executor.tick import DeviceWork
 from jaxpipe.core.executor.ticks import closing_tick, run_ticks
-from jaxpipe.core.executor.traced_kind import TracedKind
+from jaxpipe.core.executor.traced_kind import BufferedKind, TracedKind
 from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, StageLayout
 from jaxpipe.core.mesh.flags import is_trained
 from jaxpipe.core.schedule import TableRow, Tables
@@ -81,20 +81,19 @@ class DeviceProgram:
         x = jax.eval_shape(self.functions.embed, params.embed_head, rows)
         kinds, counts = self._kinds(params, x, rows, variables)
         step = self._step_data(params, x, rows, batch, variables, loss_scale, counts)
-        mirrored = self.layout.placement.mirrored_from is not None
-        chunks = params.chunks(self.layout, kinds, mirrored=mirrored)
+        chunks = params.chunks(self.layout, kinds, mirrored=self.layout.mirrored)
         gradients = params.gradient_shapes(chunks) if self.tables.has_gradients else None
         work = DeviceWork(self.embed_head(step, x, rows), chunks, kinds)
         return work, step, work.first_carry(step, x, rows, gradients)
 
     def _kinds(
         self, params: DeviceParameters, x: Any, rows: Tree, variables: Tree
-    ) -> tuple[tuple[TracedKind, ...], dict[str, Callable[[Tree], Tree]]]:
+    ) -> tuple[tuple[BufferedKind, ...], dict[str, Callable[[Tree], Tree]]]:
         """Trace the layer kind of every ring group at this device's shapes.
 
         The second value counts the terms of the auxiliary losses of the kinds that have some.
         """
-        index = jax.ShapeDtypeStruct((), jnp.int32)
+        index: Any = jax.ShapeDtypeStruct((), jnp.int32)
         context = Context(rows, index, None, variables, params.embed_head_of_layers)
         trained = is_trained(self.shardings["embed_head"])
         layout, policy, offloaded = self.layout, None, 0
@@ -109,7 +108,7 @@ class DeviceProgram:
             return TracedKind.trace(name, functions[name], layer, x, context, policy, trained)
 
         @cache
-        def with_rings(name: str, layers: int, on_host: bool) -> TracedKind:
+        def with_rings(name: str, layers: int, on_host: bool) -> BufferedKind:
             return traced(name).with_rings(self.tables, layers, on_host=on_host)
 
         on_host, ring_kinds = layout.first_ring_slots(offloaded), layout.ring_slot_kinds
@@ -139,7 +138,8 @@ class DeviceProgram:
         share = self._share(counts, loss.dtype)
         aux = {name: self._counts(count, batch) for name, count in loss_counts.items()}
         aux = jax.tree.map(lambda counts: self._share(counts, loss.dtype), aux)
-        factor, head_seed, unscale = 1, share, None
+        factor: jax.Array | int = 1
+        head_seed, unscale = share, None
         if loss_scale is not None:
             factor, unscale = loss_scale.astype(share.dtype), 1 / loss_scale
             head_seed = share * factor
@@ -183,7 +183,7 @@ class DeviceProgram:
             embed=EmbedHeadFunction.trace(functions.embed, trained, embed_head, rows),
             head=head,
             outputs=functions.outputs,
-            split=head.split(embed_head, x, rows) if self.tables.has_gradients else None,
+            split_if_trained=head.split(embed_head, x, rows) if self.tables.has_gradients else None,
         )
 
 

@@ -221,8 +221,8 @@ class _Reference:
                 for name, total in aux.loss_sums.items()
             ]
             if means:
-                results.aux_losses.append(sum(means))
-        return sum(results.losses).sum() + sum(results.aux_losses), results
+                results.aux_losses.append(reduce(jnp.add, means))
+        return reduce(jnp.add, results.losses).sum() + sum(results.aux_losses), results
 
 
 class _Results(NamedTuple):

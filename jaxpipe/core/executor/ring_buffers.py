@@ -20,13 +20,13 @@ from jax import lax
 
 from jaxpipe.core.contract import Tree
 from jaxpipe.core.executor import buffers
+from jaxpipe.core.executor.buffers import Index
 from jaxpipe.core.mesh.mesh import PP
 from jaxpipe.core.schedule import Buffers, Op, TableRow
 from jaxpipe.core.split.crossing import Residuals
 from jaxpipe.core.split.split import inexact
 
 Values = tuple[jax.ShapeDtypeStruct, ...]
-Index = int | jax.Array
 
 
 class RingArrays(NamedTuple):
@@ -46,7 +46,7 @@ class RingArrays(NamedTuple):
 
 
 class GradientInputs(NamedTuple):
-    """What a gradient action reads from the ring buffers of a layer; None: not read."""
+    """What a gradient action reads from the ring buffers of a layer; empty or None: not read."""
 
     residuals: Residuals
     stash: Any
@@ -62,7 +62,7 @@ class _Place(NamedTuple):
 
     ring: int
     length: int
-    first: int | jax.Array
+    first: Index
     stride: int
 
     def entry(self, slot: jax.Array, layer: Index) -> jax.Array:
@@ -144,7 +144,9 @@ class RingBuffers:
           pairs: some cell pairs F with a gradient action.
           layers, on_host: as of the class.
         """
-        lengths, places, separate = {}, {}, pairs or on_host
+        separate = pairs or on_host
+        lengths: dict[str, dict[jax.ShapeDtypeStruct, int]] = {}
+        places: dict[str, tuple[_Place, ...]] = {}
         by_use = values_by_use(residuals, stash, separate=separate)
         for field, uses in zip(("residuals", "stash"), by_use):
             lengths[field] = ring_lengths(uses, slots_of)
@@ -221,7 +223,7 @@ class RingBuffers:
         for_w = self._read(arrays, "for_w", row.for_w_read, layer)
         if op is Op.W:
             stash = self._read(arrays, "stash", row.stash_read, layer)
-            return GradientInputs(Residuals(None, for_w), stash, None, ())
+            return GradientInputs(Residuals((), for_w), stash, None, ())
         for_b = self._read(arrays, "for_b", row.for_b_read, layer)
         state, dstate = None, ()
         if arrays.state is not None:
@@ -284,7 +286,8 @@ def _places(
     next_slots = {form: np.zeros(len(slots_of), np.int32) for form in lengths}
     places = {}
     for use, values in uses.items():
-        strides, used, of_use = Counter(values), Counter(), []
+        strides, of_use = Counter(values), []
+        used: Counter[jax.ShapeDtypeStruct] = Counter()
         for form in values:
             first = _of_this_rank(next_slots[form] + used[form])
             of_use.append(_Place(rings[form], lengths[form], first, strides[form]))
@@ -296,7 +299,7 @@ def _places(
     return places
 
 
-def _of_this_rank(values: np.ndarray) -> int | jax.Array:
+def _of_this_rank(values: np.ndarray) -> Index:
     """Return this pipeline rank's entry of `values` [P]; a constant where all are equal."""
     if (values == values[0]).all():
         return int(values[0])

@@ -24,7 +24,7 @@ from jaxpipe.core.executor.paired import run_paired
 from jaxpipe.core.executor.poison import poison_read_slots
 from jaxpipe.core.executor.ring_buffers import GradientInputs, RingArrays, RingBuffers
 from jaxpipe.core.executor.step_data import StepData
-from jaxpipe.core.executor.traced_kind import TracedKind, empty_aux, empty_statistics
+from jaxpipe.core.executor.traced_kind import BufferedKind, empty_aux, empty_statistics
 from jaxpipe.core.executor.transfers import Transfers
 from jaxpipe.core.schedule import Op, OverlapPair, TableRow
 
@@ -43,7 +43,7 @@ class DeviceWork:
 
     embed_head: EmbedHead
     chunks: tuple[Chunk, ...]
-    kinds: tuple[TracedKind, ...]
+    kinds: tuple[BufferedKind, ...]
     closing: bool = False
 
     @property

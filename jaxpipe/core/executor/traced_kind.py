@@ -1,7 +1,7 @@
 """A layer kind traced at a device's shapes, and split into F, B and W if the step trains."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,23 +30,21 @@ class TracedKind:
       kind: the layer kind.
       output: shapes and dtypes of what the layer returns.
       state: shapes and dtypes of the state between sequence slices; None: no slices.
-      split: the layer split into F, B and W; None: forward-only.
-      rings: the ring buffers of the layers of a ring group.
+      split_if_trained: the layer split into F, B and W; None: forward-only.
     """
 
     name: str
     kind: LayerKind
     output: LayerOutput
     state: Tree
-    split: LayerSplit | None
-    rings: RingBuffers | None = None
+    split_if_trained: LayerSplit | None
 
     @classmethod
     def trace(
         cls, name: str, kind: LayerKind, params: Tree, x: Any, context: Context,
         policy: Policy | None, trained: Tree = None,
     ) -> "TracedKind":  # fmt: skip
-        """Trace a layer kind; `policy` None means a forward-only pass. `with_rings` adds `rings`.
+        """Trace a layer kind; `policy` None means a forward-only pass.
 
         `trained` has a flag for every parameter in `context.embed_head`.
 
@@ -74,9 +72,10 @@ class TracedKind:
         return cls(name, kind, output, state, split)
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether the layers are split into F, B and W; otherwise the pass is forward-only."""
-        return self.split is not None
+    def split(self) -> LayerSplit:
+        """The layer split into F, B and W; a forward-only pass has none."""
+        assert self.split_if_trained is not None
+        return self.split_if_trained
 
     def loss_counts(self, params: Tree, x: Any, context: Context) -> Callable[[Tree], Tree]:
         """Return `rows -> {name: number of terms}` of a layer's auxiliary losses in a microbatch.
@@ -107,22 +106,32 @@ class TracedKind:
 
         return of_rows
 
-    def with_rings(self, tables: Tables, layers: int = 1, *, on_host: bool = False) -> "TracedKind":
+    def with_rings(
+        self, tables: Tables, layers: int = 1, *, on_host: bool = False
+    ) -> "BufferedKind":
         """Return the kind with ring buffers of `layers` layers for these tables."""
-        values = (self.split.residuals, self.split.stash) if self.has_gradients else (NOTHING, ())
+        split = self.split_if_trained
         rings = RingBuffers.of(
-            *values, self.state, tables.rank_slots,
+            split.residuals if split else NOTHING, split.stash if split else (),
+            self.state, tables.rank_slots,
             pairs=bool(tables.pairs), layers=layers, on_host=on_host,
         )  # fmt: skip
-        return replace(self, rings=rings)
+        return BufferedKind(**vars(self), rings=rings)
 
     def forward(
         self, params: Tree, x: jax.Array, context: Context
     ) -> tuple[LayerOutput, Residuals]:
         """Run F; in a forward-only pass it returns no residuals."""
-        if self.has_gradients:
-            return self.split.forward(params, x, context)
+        if self.split_if_trained:
+            return self.split_if_trained.forward(params, x, context)
         return self.kind.layer(params, x, context), NOTHING
+
+
+@dataclass(frozen=True)
+class BufferedKind(TracedKind):
+    """A traced kind with `rings`, the ring buffers of the layers of a ring group."""
+
+    rings: RingBuffers
 
 
 def embed_head_of(kind: LayerKind, embed_head: Tree) -> Tree:
@@ -132,7 +141,9 @@ def embed_head_of(kind: LayerKind, embed_head: Tree) -> Tree:
 
 def empty_aux(kinds: Iterable[TracedKind], microbatches: int) -> Aux:
     """Return zero sums and the least maxima, for all names of auxiliary outputs of the kinds."""
-    sums, maxima, rows = {}, {}, {}
+    sums: dict[str, Any] = {}
+    maxima: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     for kind in kinds:
         sums |= kind.output.aux.sums
         maxima |= kind.output.aux.maxima

@@ -45,10 +45,9 @@ def vocab_parallel_columns(
         embed_write=np.full(shape, dummy, np.int32),
         dy_write=np.full(shape, dummy, np.int32),
     )
-    embed, head, embed_gradient = (
-        dict(zip(ranks, of_ranks))
-        for ranks, of_ranks in zip((first_ranks, last_ranks, first_ranks), columns)
-    )
+    embed = dict(zip(first_ranks, columns.embed))
+    head = dict(zip(last_ranks, columns.head))
+    embed_gradient = dict(zip(first_ranks, columns.embed_gradient))
     for tick, row in enumerate(grid):
         for rank, cell in enumerate(row):
             for action in cell.actions:

@@ -72,16 +72,16 @@ def unrounded(closed: ClosedJaxpr, outputs: Tree) -> tuple[ClosedJaxpr, Tree]:
     jaxpr = closed.jaxpr
     wanted = {var for var in jax.tree.leaves(outputs) if isinstance(var, Var)}
     wanted_only = wanted.difference(reads(jaxpr.eqns, ()))
-    wider: dict[Var, Var] = {}
+    wider: dict[Var, Var | Literal] = {}
     eqns = []
     for eqn in jaxpr.eqns:
         if wanted.intersection(eqn.outvars) and _rounds(eqn):
             wider[eqn.outvars[0]] = eqn.invars[0]
         elif wanted_only.intersection(eqn.outvars) and _makes_narrow_product(eqn):
             (var,) = eqn.outvars
-            wider[var] = Var(var.aval.update(dtype=_FLOAT32))
-            wide = eqn.params | {"preferred_element_type": _FLOAT32}
-            eqn = eqn.replace(outvars=[wider[var]], params=wide)
+            wider[var] = wide = Var(var.aval.update(dtype=_FLOAT32))
+            params = eqn.params | {"preferred_element_type": _FLOAT32}
+            eqn = eqn.replace(outvars=[wide], params=params)
         eqns.append(eqn)
 
     def widen(var: Any) -> Any:
@@ -98,7 +98,7 @@ def _makes_narrow_product(eqn: JaxprEqn) -> bool:
 def _rounds(eqn: JaxprEqn) -> bool:
     if eqn.primitive is not primitives.convert_element_type_p:
         return False
-    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     return (
         _is_narrow(after) and jnp.issubdtype(before.dtype, jnp.floating) and not _is_narrow(before)
     )
@@ -173,6 +173,11 @@ def variables_in(eqn: JaxprEqn) -> list[Var]:
     return [var for var in eqn.invars if isinstance(var, Var)]
 
 
+def shape_of(var: Any) -> jax.ShapeDtypeStruct:
+    """Return shape and dtype of a variable or literal, which holds an array."""
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+
+
 def evaluate(closed: ClosedJaxpr, args: Iterable[Any]) -> list[Any]:
     """Return the outputs of a jaxpr, with the replacements of `trace_flat`."""
     return _evaluate(closed.jaxpr, closed.consts, args)
@@ -180,7 +185,7 @@ def evaluate(closed: ClosedJaxpr, args: Iterable[Any]) -> list[Any]:
 
 def _rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return the jaxpr with its calls inlined and the replacements of `trace_flat`."""
-    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
+    shapes = map(shape_of, closed.jaxpr.invars)
     return jax.make_jaxpr(lambda *args: _evaluate(closed.jaxpr, closed.consts, args))(*shapes)
 
 
@@ -194,12 +199,12 @@ def _evaluate(jaxpr: Jaxpr, consts: Iterable[Any], args: Iterable[Any]) -> list[
         if eqn.primitive in _WITH_BODIES:
             bodies = {name: _with_wide_sums(param) for name, param in eqn.params.items()}
             eqn = eqn.replace(params=bodies)
-        result = eqn.outvars[0] if eqn.outvars else None
-        if (eqn.primitive in _SUMS and _is_narrow(result.aval)) or (
+        if (eqn.primitive in _SUMS and _is_narrow(eqn.outvars[0].aval)) or (
             eqn.primitive in _RESHAPES and not sums.keys().isdisjoint(variables_in(eqn))
         ):
+            (result,) = eqn.outvars
             sums[result] = _in_float32(eqn, values | sums)
-            values[result] = sums[result].astype(result.aval.dtype)
+            values[result] = sums[result].astype(shape_of(result).dtype)
         else:
             bind(eqn, values)
     return [read(values, var) for var in jaxpr.outvars]
@@ -216,7 +221,8 @@ def _in_float32(eqn: JaxprEqn, values: dict[Var, Any]) -> jax.Array:
     params = eqn.primitive.get_bind_params(eqn.params)
     if eqn.primitive is primitives.scatter_add_p:
         params = {name: param for name, param in params.items() if not name.startswith("update_")}
-        return lax.scatter_add(*wide, **params)
+        operand, indices, updates = wide
+        return lax.scatter_add(operand, indices, updates, **params)
     return eqn.primitive.bind(*wide, **params)
 
 
@@ -234,8 +240,8 @@ def _with_wide_sums(param: Any) -> Any:
 def _swapped(product: JaxprEqn, transpose: JaxprEqn) -> JaxprEqn | None:
     """Return `transpose(a @ b)` as one product with swapped operands; None where not equal."""
     (left, right), (left_batch, right_batch) = product.params["dimension_numbers"]
-    batch, whole = len(left_batch), len(product.outvars[0].aval.shape)
-    free = len(product.invars[0].aval.shape) - len(left)  # dims of the batch, then free ones of a
+    batch, whole = len(left_batch), shape_of(product.outvars[0]).ndim
+    free = shape_of(product.invars[0]).ndim - len(left)  # dims of the batch, then free ones of a
     swapped = (*range(batch), *range(free, whole), *range(batch, free))
     sharding = product.params["out_sharding"]  # names no axes inside a shard_map
     named = sharding is not None and any(sharding.spec)

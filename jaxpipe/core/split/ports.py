@@ -7,6 +7,7 @@ import jax
 from jax.extend.core import Var
 
 from jaxpipe.core.contract import Context, LayerOutput, Tree
+from jaxpipe.core.split.jaxpr import shape_of
 
 
 class Cotangent(NamedTuple):
@@ -75,7 +76,7 @@ class Ports(NamedTuple):
 
     def _gradients(self, *, of_b: bool) -> Weights:
         def is_wanted(var: Var) -> bool:
-            return (len(var.aval.shape) < 2 or var in self.of_state) is of_b
+            return (shape_of(var).ndim < 2 or var in self.of_state) is of_b
 
         return jax.tree.map(lambda var: var if is_wanted(var) else None, self.gradients)
 

@@ -44,6 +44,7 @@ from jaxpipe.core.split.jaxpr import (
     names_axis,
     reads,
     run_slice,
+    shape_of,
     trace_labelled,
     unrounded,
 )
@@ -293,7 +294,7 @@ def _complete(traced: Labelled) -> tuple[ClosedJaxpr, Ports]:
 
 def check_array(what: str, value: Tree) -> None:
     """Raise `ValueError` where a value that stages hand on is a tree, not one array."""
-    if jax.tree.structure(value) != jax.tree.structure(0):
+    if not jax.tree_util.all_leaves([value]):
         count = len(jax.tree.leaves(value))
         raise ValueError(
             f"{what} is a {type(value).__name__} of {count} arrays, but stages hand on one: stack "
@@ -307,4 +308,4 @@ def with_statistics(context: Context, values: Mapping[str, Any]) -> Context:
 
 
 def _shapes(variables: Iterable[Var]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables)
+    return tuple(map(shape_of, variables))

@@ -19,7 +19,7 @@ from jaxpipe.core.mesh import DP, EP, PP, RP, TP, ZERO_AXES
 from jaxpipe.core.mesh.flags import is_trained, merge, select
 from jaxpipe.core.mesh.sharding import param_specs_of
 from jaxpipe.core.split import POLICIES
-from jaxpipe.core.split.split import Cotangent, LayerSplit, inexact
+from jaxpipe.core.split.split import Cotangent, inexact
 from jaxpipe.model.ahead import ahead_keys
 from jaxpipe.model.kernels import cudnn, grouped_fp8
 from jaxpipe.model.kernels.cudnn_attention import replace_kernels
@@ -210,7 +210,7 @@ def _layer_costs(
     parallel: ParallelConfig,
 ) -> LayerCosts:  # fmt: skip
     """Costs of a layer for an average sequence slice, which half of the other slices precede."""
-    split: LayerSplit = run.split
+    split = run.split
     residuals, dlosses = split.residuals, run.output.aux.loss_sums
     dy = Cotangent(x, inexact(run.state), dlosses)
     before = (parallel.slices - 1) / 2

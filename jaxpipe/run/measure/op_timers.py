@@ -24,7 +24,13 @@ from jaxpipe.core.executor.chunk import ActionInputs, BackwardOutputs, Chunk, Fo
 from jaxpipe.core.executor.layer_run import LayerRun
 from jaxpipe.core.executor.ring_buffers import RingArrays, RingBuffers
 from jaxpipe.core.executor.stage import EmbedHeadFunction, add_gradients
-from jaxpipe.core.executor.traced_kind import TracedKind, embed_head_of, empty_aux, empty_statistics
+from jaxpipe.core.executor.traced_kind import (
+    BufferedKind,
+    TracedKind,
+    embed_head_of,
+    empty_aux,
+    empty_statistics,
+)
 from jaxpipe.core.mesh.flags import is_trained
 from jaxpipe.core.mesh.sharding import param_specs_of
 from jaxpipe.core.schedule import Buffers, Op, TableRow
@@ -172,7 +178,7 @@ def _loops(
     kind = TracedKind.trace("layer", kind, layers[0], x, context, policy, trained)
     stored = kind.split.residuals, kind.split.stash
     plan = RingBuffers.of(*stored, kind.state, [_EVERY], pairs=False)
-    kind = replace(kind, rings=plan)
+    kind = BufferedKind(**vars(kind), rings=plan)
     rings = tuple(_filled(plan.empty(slot)) for slot in range(len(layers)))
     zeros = _zeros(layers), embed_head_of(kind.kind, _zeros(embed_head))
     inputs = jnp.stack([x] * _SLOTS)
