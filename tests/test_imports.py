@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from near import imported_files, imported_names, files_of_tests
+from near import files_of_tests, imported_files, imported_names
 
 import jaxpipe
 
