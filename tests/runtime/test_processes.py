@@ -184,7 +184,7 @@ def test_when_one_dies_the_others_say_so_and_fewer_go_on(tmp_path, killed):
 
 @pytest.mark.slow
 def test_when_one_reads_a_bad_id_the_others_stop(tmp_path):
-    """Only the second process has the second row of every microbatch, and finds the bad id."""
+    """The first opens the data before the others and finds the bad id; they may, too."""
     ids = np.zeros(40_000, "<u2")
     ids[1 * 32 + 5] = 999  # of the second sample
     layout.write(tmp_path / "a.bin", [[ids.tolist()]], "uint16")
@@ -193,8 +193,8 @@ def test_when_one_reads_a_bad_id_the_others_stop(tmp_path):
     start = time.monotonic()
     first, second = ends(spawn(2, tmp_path / "run", "train.steps=100000", *mesh, *data))
     assert (first[0], second[0]) == (2, 2), second[1] + first[1]
-    assert "has 999 at position" in second[1]
-    assert "process 1 ended: " in first[1]
+    assert "has 999 at position" in first[1]
+    assert "process 0 ended: " in second[1] or "has 999 at position" in second[1]
     assert time.monotonic() - start < 90
 
 
