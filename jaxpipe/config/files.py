@@ -10,7 +10,7 @@ from jaxpipe.config.watching import Section
 from jaxpipe.model.family import Count, Positive
 
 
-class RunConfig(Section, kw_only=True):
+class RunConfig(Section, frozen=True, kw_only=True):
     """`[run]`: the run directory."""
 
     # folder of data, checkpoints and metrics, or its address gs://... or s3://...; empty:
@@ -18,14 +18,14 @@ class RunConfig(Section, kw_only=True):
     dir: StatePath = ""
 
 
-class SourceConfig(Section, kw_only=True):
+class SourceConfig(Section, frozen=True, kw_only=True):
     """`[[data.sources]]`: one source of a mixture."""
 
     path: AnyPath  # file of token ids, folder of such files, or pattern like "tokens/*.bin"
     weight: Annotated[float, Meta(ge=0)] = 1.0  # share of the samples, relative to other sources
 
 
-class DataConfig(Section, kw_only=True):
+class DataConfig(Section, frozen=True, kw_only=True):
     """`[data]`: the source of tokens."""
 
     # stdlib: bytes of Python's standard library; dummy: random tokens; file: token ids from path
@@ -71,7 +71,7 @@ _OF_PATH = unread_with(
 )
 
 
-class CheckpointConfig(Section, kw_only=True):
+class CheckpointConfig(Section, frozen=True, kw_only=True):
     """`[checkpoint]`: saves to `<run.dir>/checkpoints`, and what a run starts from."""
 
     # steps between saves; 0: only at the end

@@ -22,7 +22,7 @@ _Pinned = Annotated[
 ]
 
 
-class ParallelConfig(Section, kw_only=True):
+class ParallelConfig(Section, frozen=True, kw_only=True):
     """`[parallel]`: the mesh, the sharding, and the pipeline schedule."""
 
     pp: Positive = 1  # pipeline ranks

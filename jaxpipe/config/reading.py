@@ -157,7 +157,9 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_preset(tree: dict[str, Any]) -> dict[str, Any]:
     model = tree.get("model")
-    name = model.get("preset") if isinstance(model, Mapping) else None
+    if not isinstance(model, Mapping):
+        return tree
+    name = model.get("preset")
     if not name or not isinstance(name, str):
         return tree
     if name not in PRESETS:
@@ -170,7 +172,7 @@ def _with_preset(tree: dict[str, Any]) -> dict[str, Any]:
             f"model.preset={name!r} is of the family {family!r}, but model.family="
             f"{model['family']!r}: leave one of them out."
         )
-    return tree | {"model": PRESETS[name] | model}
+    return tree | {"model": {**PRESETS[name], **model}}
 
 
 def _sections(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -224,7 +224,7 @@ def without_rules(hint: Any) -> Any:
 def _faults(config: Struct) -> Iterator[tuple[str, str, _Rule, str]]:
     """Yield section and key of every setting that breaks a rule, the rule, and its error."""
     for section in config.__struct_fields__:
-        record = getattr(config, section)
+        record: Struct = getattr(config, section)
         for key, default, rule in _rules(type(record)):
             fault = rule.fault(f"{section}.{key}", getattr(record, key), default, config)
             if fault:

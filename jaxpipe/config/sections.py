@@ -41,7 +41,7 @@ _BETWEEN = "a program runs that many steps, and the state exists only between tw
 Model = TypeVar("Model", bound=ModelConfig)
 
 
-class TrainConfig(Section, kw_only=True):
+class TrainConfig(Section, frozen=True, kw_only=True):
     """`[train]`: the size of a step, the number of steps, precision and memory."""
 
     steps: Positive  # updates in the whole run
@@ -158,7 +158,7 @@ class TrainConfig(Section, kw_only=True):
     evaluate_tokenizer: Annotated[str, read_with("train.evaluate_every")] = ""
 
 
-class PreferenceConfig(Section, kw_only=True):
+class PreferenceConfig(Section, frozen=True, kw_only=True):
     """`[preference]`: the loss of pairs of answers, `train.loss = "dpo"`."""
 
     # how strongly the model is held to the reference
@@ -167,7 +167,7 @@ class PreferenceConfig(Section, kw_only=True):
     label_smoothing: Annotated[float, Meta(ge=0, lt=0.5), read_with("train.loss", "dpo")] = 0.0
 
 
-class LoraConfig(Section, kw_only=True):
+class LoraConfig(Section, frozen=True, kw_only=True):
     """`[lora]`: low-rank adapters, which are trained in place of the model's parameters."""
 
     # inner width of an adapter; 0: no adapters, all parameters are trained
@@ -190,7 +190,7 @@ class LoraConfig(Section, kw_only=True):
     adapter: Annotated[AnyPath, read_with("lora.rank")] = ""
 
 
-class OptimizerConfig(Section, kw_only=True):
+class OptimizerConfig(Section, frozen=True, kw_only=True):
     """`[optimizer]`: the update, its learning rate over time, and clipping."""
 
     # adafactor, adamw, lion, muon (the layers' matrices; AdamW on the rest), nadamw, schedule_free
@@ -232,7 +232,7 @@ class OptimizerConfig(Section, kw_only=True):
     wsd_decay_fraction: Annotated[Fraction, read_with("optimizer.decay", "wsd", "wsd_sqrt")] = 0.2
 
 
-class Config(Section, Generic[Model], kw_only=True):
+class Config(Section, Generic[Model], frozen=True, kw_only=True):
     """A run's configuration."""
 
     run: RunConfig = RunConfig()

@@ -14,7 +14,7 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A section of the configuration: a frozen record that refuses unknown keys."""
 
 
-class LogConfig(Section, kw_only=True):
+class LogConfig(Section, frozen=True, kw_only=True):
     """`[log]`: what is printed and written."""
 
     every: Positive = 1  # steps between printed lines when the output is not a terminal
@@ -44,7 +44,7 @@ class LogConfig(Section, kw_only=True):
     stragglers: Literal["auto", "off"] = "auto"
 
 
-class RuntimeConfig(Section, kw_only=True):
+class RuntimeConfig(Section, frozen=True, kw_only=True):
     """`[runtime]`: devices."""
 
     # virtual CPU devices per process; 0: use the devices that jax finds
@@ -72,7 +72,7 @@ class RuntimeConfig(Section, kw_only=True):
     programs: Annotated[str, unread_with("train.variable_length")] = ""
 
 
-class DebugConfig(Section, kw_only=True):
+class DebugConfig(Section, frozen=True, kw_only=True):
     """`[debug]`: settings to inspect steps, not to train with."""
 
     skip_update: bool = False  # run steps without changing parameters, moments and variables
