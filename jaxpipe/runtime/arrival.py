@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import NoReturn
 
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.exit_code import ExitCode
@@ -134,7 +133,7 @@ def _give_up(folder: storage.AnyPath, meeting: processes.Meeting) -> None:
     _exit(sentence)
 
 
-def _exit(sentence: str) -> NoReturn:
+def _exit(sentence: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may be closed
         os.write(2, f"error: {sentence}\n".encode())
     os._exit(ExitCode.OTHERS_GONE)

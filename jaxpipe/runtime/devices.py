@@ -65,8 +65,8 @@ def check_devices() -> None:
 
 def _shorten(record: logging.LogRecord) -> bool:
     """Leave out the traceback of a plug-in's error, as of the one for GPUs where there is none."""
-    if record.exc_info:
-        reason = first_line(record.exc_info[1])
+    if record.exc_info and (error := record.exc_info[1]):
+        reason = first_line(error)
         record.msg, record.args, record.exc_info = f"{record.getMessage()}: {reason}", (), None
     return True
 

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +24,7 @@ _NAME = re.compile(r"[\w-]+(/[\w-]+)*\.\w+", re.ASCII)  # of a file in the folde
 _SECONDS = 60  # that a connection which has the word may be silent
 _THREADS = 256  # requests of other processes that are answered at once
 _BLOCK = 1 << 16  # bytes sent at once, which must take less than `_SECONDS`
+_Binary = BinaryIO | BufferedIOBase
 
 
 class FileServer(BoundedServer):
@@ -40,7 +42,7 @@ class FileServer(BoundedServer):
     def admits(self, headers: bytes) -> bool:
         """Whether the headers have the word."""
         given = re.search(rb"\r\nauthorization:[ \t]*([^\r\n]*)", headers, re.IGNORECASE)
-        return bool(given) and secrets.compare_digest(given[1].strip(), self.word.encode())
+        return given is not None and secrets.compare_digest(given[1].strip(), self.word.encode())
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -140,7 +142,7 @@ def _moving(read: Callable[[], bytes]) -> Iterator[bytes]:
         position.beat()
 
 
-def _copy(source: BinaryIO, target: BinaryIO, size: int) -> int:
+def _copy(source: _Binary, target: _Binary, size: int) -> int:
     """Copy `size` bytes in blocks, each within the timeout; returns how many were not there."""
     while size and (block := source.read(min(size, _BLOCK))):
         target.write(block)

@@ -26,7 +26,8 @@ class Group:
 
     def __init__(self, service: Service | None = None):
         self._service = service
-        self.index, self.count = (service.index, service.count) if service else (0, 1)
+        self.index: int = service.index if service else 0
+        self.count: int = service.count if service else 1
         self.is_first = self.index == 0
 
     def gather(self, name: str, text: str) -> list[str]:

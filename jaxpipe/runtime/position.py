@@ -9,7 +9,7 @@ import math
 import os
 import statistics
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -89,7 +89,7 @@ def _start_of_process() -> float:
 
 
 now = Position("import", 0, 0, _start_of_process())
-spent: Counter[str] = Counter()  # time in phases that were left [s]
+spent: defaultdict[str, float] = defaultdict(float)  # time in phases that were left [s]
 finished = Finished(0, deque(maxlen=_RECENT))
 moved = -math.inf  # `time.monotonic()` of the last `beat` [s]
 meter: Callable[[], object] | None = None  # see `metered`
@@ -144,8 +144,9 @@ def restart() -> None:
 
 def seconds_by_phase() -> dict[str, float]:
     """The time since the start of the run by phase [s], in the order of the phases."""
-    every = spent + Counter({now.phase: time.monotonic() - now.since})
-    return {phase: every[phase] for phase in PHASES if phase in every}
+    so_far = spent.get(now.phase, 0.0) + time.monotonic() - now.since
+    every = {**spent, now.phase: so_far}
+    return {phase: every[phase] for phase in PHASES if every.get(phase)}
 
 
 def describe_start(seconds: dict[str, float]) -> str:

@@ -27,8 +27,8 @@ class Meeting(NamedTuple):
     """Where processes meet, as a file name; this process's index; the number of processes."""
 
     name: str
-    index: int
-    count: int
+    index: int  # type: ignore[assignment]  # of a tuple it is a method
+    count: int  # type: ignore[assignment]  # likewise
 
 
 _NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")

@@ -242,11 +242,13 @@ def _is_the_users(name: str) -> bool:
 
 def accepted(own: Iterable[Option]) -> tuple[dict[str, OptionValue], list[str]]:
     """The options that the installed XLA knows, and a sentence for each of the others."""
-    kept, dropped = {}, []
+    kept: dict[str, OptionValue] = {}
+    dropped = []
     for option in own:
-        refusal = _refusal(option.name, option.value)
-        if refusal is None:
-            kept[option.name] = option.value
+        value = option.value
+        refusal = _refusal(option.name, value)
+        if value is not None and refusal is None:
+            kept[option.name] = value
         else:
             dropped.append(f"{option.name} is left out: this XLA says {refusal!r}.")
     return kept, dropped

@@ -106,7 +106,8 @@ class StoredProgram:
             return ["like", self.trees.index(tree)]
         if type(node) is dict and all(type(key) is str for key in node):
             return ["dict", {key: self._encode(part) for key, part in node.items()}]
-        return [{list: "list", tuple: "tuple"}[type(node)], [self._encode(part) for part in node]]
+        kinds: dict[type, str] = {list: "list", tuple: "tuple"}
+        return [kinds[type(node)], [self._encode(part) for part in node]]
 
     def _decode(self, encoded: Any) -> PyTreeDef:
         def tree_of(encoded: Any) -> Any:

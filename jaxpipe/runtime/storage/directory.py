@@ -185,12 +185,12 @@ def _take(directory: Path, say: Say) -> int:
         return _take(directory, say)
     with contextlib.suppress(OSError):  # on a full disk the lock holds without its owner's name
         os.ftruncate(lock, 0)
-        holder = {
+        owner = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        os.pwrite(lock, json.dumps(holder).encode(), 0)
+        os.pwrite(lock, json.dumps(owner).encode(), 0)
     return lock
 
 

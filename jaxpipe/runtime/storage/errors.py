@@ -104,8 +104,8 @@ def _http_status(error: BaseException, text: str) -> int | None:
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # of botocore
         return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    found = getattr(error, "status", None) or getattr(error, "code", None)
-    return int(found) if str(found).isdecimal() else None
+    found = str(getattr(error, "status", None) or getattr(error, "code", None))
+    return int(found) if found.isdecimal() else None
 
 
 def _error_name(error: BaseException, text: str) -> str:
@@ -194,9 +194,9 @@ def retry(
             continue
         if _failing:
             with _lock:
-                since = _failing.pop(what, None)
-            if since is not None:
-                say(f"{what} answers again, after {time.monotonic() - since:.0f} s")
+                failed = _failing.pop(what, None)
+            if failed is not None:
+                say(f"{what} answers again, after {time.monotonic() - failed:.0f} s")
         return result
 
 

@@ -257,8 +257,9 @@ def written(text: str | os.PathLike[str], last: str = "") -> Iterator[Path]:
     check_store("the address", text)
     if infos(text):
         raise ConfigError(f"{text} exists and is not empty: choose another address.")
-    with tempfile.TemporaryDirectory(dir=cache_folder("written")) as folder:
-        yield (folder := Path(folder) / posixpath.basename(text.rstrip("/")))
+    with tempfile.TemporaryDirectory(dir=cache_folder("written")) as parent:
+        folder = Path(parent) / posixpath.basename(text.rstrip("/"))
+        yield folder
         names = sorted(list_files(folder), key=lambda name: (name == last, name))
         try:
             for file in names:

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from jaxpipe.config import ConfigError
@@ -119,7 +120,7 @@ class _Uploads:
                 state = _state(path)
                 if self._is_unfinished(path) or self._uploaded.get(name) == state:
                     continue
-                retry(lambda name=name: one(name), self._address) if wait else one(name)
+                retry(partial(one, name), self._address) if wait else one(name)
                 self._uploaded[name] = state
                 self._record.write_text(json.dumps(self._uploaded))
 

@@ -26,8 +26,10 @@ from jaxpipe.runtime.storage.errors import as_os_errors, describe, retry
 _PERIOD = 15.0  # least seconds between uploads in the background
 _SHARE = 20  # an upload takes at most one part in so many of the time
 # What a start does not need: it is large, or is of the process that wrote it.
-_STAYS = ("checkpoints", "exports", "imported", "profile", "hangs", "processes", "corruption")
-_STAYS += ("tensorboard", "wandb")
+_STAYS = (
+    "checkpoints", "exports", "imported", "profile", "hangs", "processes", "corruption",
+    "tensorboard", "wandb",
+)  # fmt: skip
 
 
 def local_folder(run_dir: str) -> Path:
@@ -60,7 +62,8 @@ class Spool:
 
     def __enter__(self) -> "Spool":
         if self._address:
-            reason, cause = "", None
+            reason = ""
+            cause: Exception | None = None
             try:
                 storage.check_store("run.dir", self._address)
                 self._begin()
