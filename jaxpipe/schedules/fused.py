@@ -47,9 +47,10 @@ def fuse_steps(schedule: Schedule, steps: int) -> Schedule:
 
 def _completes_stage(order: tuple[Cell, ...]) -> list[bool]:
     """Return for every cell of a rank whether it completes the weight gradients of a stage."""
-    makes = [cell.gradient is not None and cell.gradient.op.computes_dw for cell in order]
-    last = {cell.gradient.stage: at for at, cell in enumerate(order) if makes[at]}
-    return [makes[at] and last[cell.gradient.stage] == at for at, cell in enumerate(order)]
+    gradients = [cell.gradient for cell in order]
+    stages = [action.stage if action and action.op.computes_dw else None for action in gradients]
+    last = {stage: at for at, stage in enumerate(stages)}
+    return [stage is not None and last[stage] == at for at, stage in enumerate(stages)]
 
 
 def _move_to_step(cell: Cell, first: int, last: int | None) -> Cell:
@@ -60,7 +61,7 @@ def _move_to_step(cell: Cell, first: int, last: int | None) -> Cell:
     forward, gradient, _ = (
         action and action._replace(microbatch=first + action.microbatch) for action in cell
     )
-    update = None if last is None else Action(Op.U, gradient.stage, last)
+    update = Action(Op.U, gradient.stage, last) if gradient and last is not None else None
     return Cell(forward, gradient, update)
 
 

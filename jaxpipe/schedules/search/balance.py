@@ -148,7 +148,7 @@ class _Problem:
     def groups(self) -> list[dict[int, int]]:
         """The stages that each rank computes, with how often; equal ranks once."""
         rank_of, last = self.placement.rank_of, self.placement.pp - 1
-        groups = [Counter() for _ in range(self.placement.pp)]
+        groups: list[Counter[int]] = [Counter() for _ in range(self.placement.pp)]
         for stage, rank in enumerate(rank_of):
             groups[rank][stage] += 1
             if self.placement.mirrored_from is not None:
@@ -158,7 +158,8 @@ class _Problem:
     @cached_property
     def steps(self) -> list[_Step]:
         """The stages in the order in which they are chosen: rank by rank."""
-        missing, edges, steps = set(range(self.placement.stages)), (0, self.placement.stages), []
+        missing, steps = set(range(self.placement.stages)), []
+        edges: tuple[int, ...] = (0, self.placement.stages)
         for done, group in enumerate(self.groups):
             for stage, times in group.items():
                 is_open = tuple(edge in missing for edge in edges[:-1])

@@ -135,7 +135,9 @@ class SearchProblem:
 
     def _simulate_scan(self, orders: Orders) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
         """Return the tick of every step, by rank; and times and starts of all cells, `[T, P]`."""
-        ticks = [[int(begin) for begin in line] for line in self.in_ticks.replay(orders).begins]
+        replay = self.in_ticks.replay(orders)
+        assert replay is not None  # orders without a deadlock
+        ticks = [[int(begin) for begin in line] for line in replay.begins]
         times = np.zeros((1 + max(line[-1] for line in ticks), len(ticks)))
         for rank, (line, order) in enumerate(zip(ticks, orders)):
             times[line, rank] = [self.times[op][stage] for op, stage, _ in order]
@@ -175,7 +177,7 @@ class SearchProblem:
     def score(self, orders: Orders) -> Score | None:
         """Return the objective, followed by a tie-breaker; None for a deadlock."""
         replay = self.replay(orders)
-        return replay and replay.score(orders)
+        return replay.score(orders) if replay else None
 
     @cached_property
     def asynchronous(self) -> "SearchProblem":

@@ -7,6 +7,7 @@ from a building block (see `blocks`).
 import heapq
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxpipe.schedules.search.problem import (
     NEVER,
@@ -49,7 +50,7 @@ class PriorityRules:
 
     def mutate(self, dice: random.Random) -> "PriorityRules":
         """Return a copy with one to three random changes, each on one rank or on all ranks."""
-        lists = {name: list(getattr(self, name)) for name in _RULES}
+        lists: dict[str, list[Any]] = {name: list(getattr(self, name)) for name in _RULES}
         pp, chunks = len(self.warmup), len(self.phases[0][F])
         for _ in range(dice.choice((1, 1, 2, 3))):
             name = dice.choice(_RULES)
@@ -61,13 +62,13 @@ class PriorityRules:
                 if name == "phases":
                     both = [list(old[F]), list(old[B])]
                     both[op][chunk] += shift
-                    new = tuple(map(tuple, both))
+                    lists[name][rank] = tuple(map(tuple, both))
                 elif name == "warmup":
-                    new = max(1, min(self.most, old + (1 if shift > 0 else -1)))
+                    lists[name][rank] = max(1, min(self.most, old + (1 if shift > 0 else -1)))
                 else:
-                    new = choice % 2 if name == "wait" else choice
-                lists[name][rank] = new
-        return replace(self, **{name: tuple(values) for name, values in lists.items()})
+                    lists[name][rank] = choice % 2 if name == "wait" else choice
+        changed: dict[str, Any] = {name: tuple(values) for name, values in lists.items()}
+        return replace(self, **changed)
 
 
 _EVERY_RANK = 0.2  # share of changes that affect all ranks, divided by the number of chunks
@@ -146,8 +147,8 @@ class _RankSimulation:
         # An F of an early stage must leave memory for the F of later stages on this rank.
         rooms = [1] * len(stages) if self.follow else range(len(stages), 0, -1)
         self.lines = [
-            (stage, *(rules.phases[rank][op][chunk] for op in (F, B)), room * memory.F)
-            for chunk, (stage, room) in enumerate(zip(stages, rooms))
+            (stage, phase_f, phase_b, room * memory.F)
+            for stage, phase_f, phase_b, room in zip(stages, *rules.phases[rank], rooms)
         ]
 
     def choose(self, now: float, ranks: "list[_RankSimulation]") -> tuple[int, int] | None:

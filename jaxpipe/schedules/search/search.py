@@ -68,7 +68,7 @@ def search_schedule(
     free = problem.asynchronous
     short = replace(free, microbatches=min(m, steady))
     known = [schedule for schedule in known if problem.schedule_fits(schedule)]
-    starts = [orders for schedule in known if (orders := _split_orders(schedule))]
+    starts: list[Orders | None] = [_split_orders(schedule) for schedule in known]
     scored, walks = _score_all(free, starts), []
     if not scored or scored[0][0][0] > free.lower_bound * (1 + SLACK):
         thorough = effort > 10 * problem.steps  # enough effort to list the full schedule
@@ -94,7 +94,9 @@ def search_schedule(
     short = replace(problem, microbatches=short.microbatches)
     for _, orders, _ in walks:
         moves = int(effort * _SCANS / short.steps / len(walks))
-        moved = _move_steps(short, short.score(orders), orders, moves, dice)[1]
+        before = short.score(orders)
+        assert before is not None  # the search has scored these orders
+        moved = _move_steps(short, before, orders, moves, dice)[1]
         starts.append(extend_orders(moved, m - short.microbatches))
     score, orders = _score_all(problem, starts)[0]
     best = problem.schedule(_move_steps(problem, score, orders, share, dice)[1])
@@ -188,13 +190,11 @@ def _starting_rules(problem: SearchProblem, dice: random.Random) -> Iterator[Pri
             start = source.pop() if source else None
             if start and start not in seen:
                 seen.add(start)
-                block, rules = start
+                block, (follow, wait, fill) = start
                 yield PriorityRules(
-                    block.period,
-                    block.phases,
-                    *((rule,) * pp for rule in (*rules, live_limit)),
-                    live_limit,
-                )
+                    block.period, block.phases, (follow,) * pp, (wait,) * pp, (fill,) * pp,
+                    (live_limit,) * pp, live_limit,
+                )  # fmt: skip
 
 
 def _move_steps(
@@ -202,7 +202,9 @@ def _move_steps(
 ) -> tuple[Score, Orders]:
     """Move steps of the longest path within their rank; return the new score and orders."""
     orders = list(orders)
-    critical = problem.critical_steps(orders, problem.replay(orders).begins)
+    start = problem.replay(orders)
+    assert start is not None  # orders without a deadlock
+    critical = problem.critical_steps(orders, start.begins)
     for _ in range(evaluations if critical else 0):
         rank, at = dice.choice(critical)
         distance = dice.choice(_DISTANCES)
@@ -218,8 +220,7 @@ def _move_steps(
             continue
         orders[rank] = new
         replay = problem.replay(orders, score[0])
-        moved = replay and replay.score(orders)
-        if moved and moved <= score:
+        if replay and (moved := replay.score(orders)) <= score:
             score, critical = moved, problem.critical_steps(orders, replay.begins)
         else:
             orders[rank] = old

@@ -7,6 +7,7 @@ colour are one path, so that tens of thousands of them take seconds and a small 
 import html
 import io
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -223,7 +224,7 @@ def _draw_ranks(axes: "Axes", schedule: Schedule, rows: list[Track], points: _Fl
     axes.spines[:].set_visible(False)
 
 
-def _draw_rectangles(axes: "Axes", corners: list[_Floats], **looks: Any) -> None:
+def _draw_rectangles(axes: "Axes", corners: Sequence[_Floats], **looks: Any) -> None:
     from matplotlib import patches, path
 
     polygons = [[(x0, y0), (x1, y0), (x1, y1), (x0, y1)] for x0, y0, x1, y1, *_ in corners]
@@ -232,15 +233,17 @@ def _draw_rectangles(axes: "Axes", corners: list[_Floats], **looks: Any) -> None
         axes.add_patch(patches.PathPatch(outline, **looks))
 
 
-def _draw_numbers(axes: "Axes", corners: list[_Floats], colour: _Floats, points: _Floats) -> None:
+def _draw_numbers(
+    axes: "Axes", corners: Sequence[_Floats], colour: _Floats, points: _Floats
+) -> None:
     luminance = np.dot((0.2126, 0.7152, 0.0722), np.power(colour, 2.2))
-    looks = {"color": "white" if luminance < 0.18 else "black", "ha": "center"}
+    looks: dict[str, Any] = {"color": "white" if luminance < 0.18 else "black", "ha": "center"}
     digits = len(str(max(number for *_, number in corners)))
     for x0, y0, x1, y1, number in corners:
         size = min(7.5, (x1 - x0) * points[0] / (digits * _DIGIT), (y1 - y0) * points[1] * 0.9)
         if size >= 4.5:
             x, y = (x0 + x1) / 2, (y0 + y1) / 2
-            axes.text(x, y, number, size=size, va="center_baseline", **looks)
+            axes.text(x, y, str(number), size=size, va="center_baseline", **looks)
 
 
 def _draw_phases(axes: "Axes", rows: list[Track], points: float) -> None:
@@ -260,7 +263,7 @@ def _draw_memory(curves: "Axes", ranks: "Axes", rows: list[Track]) -> None:
 
     colours = colormaps["viridis"](np.linspace(0, 0.9, len(rows)))
     widths = np.linspace(min(2.4, 0.8 + 8 / len(rows)), 0.8, len(rows))
-    beside = {"transform": ranks.get_yaxis_transform(), "clip_on": False}
+    beside: dict[str, Any] = {"transform": ranks.get_yaxis_transform(), "clip_on": False}
     ranks.barh(range(len(rows)), 0.005, 2 * _HALF, -0.009, color=colours, **beside)
     highest = max(amount for row in rows for _, amount in row.memory)
     curves.axhline(highest, color="grey", linewidth=0.6, linestyle=":")
@@ -271,7 +274,8 @@ def _draw_memory(curves: "Axes", ranks: "Axes", rows: list[Track]) -> None:
         peak = np.argmax(amounts)
         curves.plot(times[peak], amounts[peak], "o", color=colour, markersize=2 + width)
     curves.set_ylim(0, highest * 1.2 or 1)
-    curves.yaxis.get_major_locator().set_params(integer=True)
+    ticks: Any = curves.yaxis.get_major_locator()
+    ticks.set_params(integer=True)
 
 
 def _save(figure: "Figure", path: Path, title: str) -> None:
