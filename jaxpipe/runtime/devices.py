@@ -55,7 +55,7 @@ def check_devices() -> None:
     except jax.errors.JaxRuntimeError:
         raise  # caused by another process, not by this machine's devices
     except (AssertionError, RuntimeError) as error:  # jax has no narrower error
-        wanted = jax.config.jax_platforms or "any platform"
+        wanted = jax.config.values["jax_platforms"] or "any platform"
         reason = f" ({first_line(error)})" if str(error) else ""
         raise ConfigError(
             f"jax finds no device of {wanted}{reason}: install the driver and jaxpipe[cuda13], "

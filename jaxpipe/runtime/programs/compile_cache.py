@@ -43,7 +43,8 @@ def use_compile_cache(setting: str, say: Callable[[str], None] = print) -> None:
     Raises:
       ConfigError: the directory that the setting names cannot be written.
     """
-    given = jax.config.jax_compilation_cache_dir if _VARIABLE in os.environ else setting
+    of_jax = jax.config.values["jax_compilation_cache_dir"]
+    given = of_jax if _VARIABLE in os.environ else setting
     if not given:
         return
     if is_address(given):  # who may write there, only its store can say

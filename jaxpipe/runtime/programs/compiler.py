@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -263,8 +263,9 @@ def _refusal(name: str, value: OptionValue | None) -> str | None:
     """
     if value is None:
         return f"there is no value for jax {jax.__version__}"
+    given: dict[str, Any] = {name: value}  # jax 0.10 declares no integers
     try:
-        jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
+        jax.jit(lambda: 0).lower().compile(compiler_options=given)
     except jax.errors.JaxRuntimeError as error:
         if "INVALID_ARGUMENT" not in str(error):
             raise

@@ -145,8 +145,8 @@ class ProgramStore:
         """
         if not self.inputs:
             return None
-        directory = jax.config.jax_compilation_cache_dir
-        enabled = directory and jax.config.jax_enable_compilation_cache
+        directory = jax.config.values["jax_compilation_cache_dir"]
+        enabled = directory and jax.config.values["jax_enable_compilation_cache"]
         if not enabled or is_address(directory):
             return StoredProgram(None, self.devices)
         first, (leaves, tree) = self.devices[0], jax.tree.flatten(args)
