@@ -76,7 +76,7 @@ def test_a_signal_of_the_terminal_stops_every_process_once(tree, signalled, phas
             assert process.poll() is None
             time.sleep(0.02)
         os.killpg(process.pid, getattr(signal, f"SIG{signalled}"))
-        assert process.wait(20) == (129 if signalled == "HUP" else 143)
+        assert process.wait(60) == (129 if signalled == "HUP" else 143)
         assert len(list(tree.glob("saved*"))) == saved
         with pytest.raises(ProcessLookupError):
             os.killpg(process.pid, 0)

@@ -63,6 +63,8 @@ def test_the_wheel_has_every_file_that_is_read(site):
     assert "jaxpipe = jaxpipe.__main__:main" in entry.read_text()
 
 
+# Other tests of this process have imported some of the modules.
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_is_its_module(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["jaxpipe", name, "--help"])

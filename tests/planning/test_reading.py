@@ -23,7 +23,8 @@ class Reading(LlamaDecoder):
 
     @cached_property
     def functions(self):
-        functions, ends = super().functions, replace(self, embed_head_devices=None)
+        functions = super().functions
+        ends = replace(self, sharing=replace(self.sharing, embed_head_devices=None))
         (kind,) = functions.kinds.values()
 
         def layer(params, x, context):

@@ -177,7 +177,7 @@ def test_a_whole_state_goes_on_with_new_leaves_and_fresh_moments_of_them(tmp_pat
         (
             '["embed_head/head"]',
             ["checkpoint.resume=auto"],
-            "but that is 'auto': give its path",
+            "is not read with checkpoint.resume='auto': it says what to take from the path",
         ),
         (
             "embed_head/head",
