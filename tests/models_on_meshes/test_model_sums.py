@@ -14,7 +14,7 @@ from jaxpipe import config as configs
 from jaxpipe.core.schedule import Lockstep
 from jaxpipe.training.trainer import Trainer
 
-SMALL = Path(__file__).parents[2] / "data" / "small.toml"
+SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 SUMS = {"reduce_sum", "scatter-add", "cumsum"}
 
 
