@@ -120,11 +120,11 @@ def metered(measure: Callable[[], object]) -> Iterator[None]:
     The watchdog calls it, in a thread of its own, while nothing else shows progress.
     """
     global meter
-    meter = measure
+    before, meter = meter, measure
     try:
         yield
     finally:
-        meter = None
+        meter = before
 
 
 def finish(step: int, seconds: float) -> None:

@@ -14,6 +14,7 @@ from jaxpipe.checkpoint.movement import movement_of
 from jaxpipe.runtime import position, watchdog
 from jaxpipe.runtime.connections import bytes_to_stores
 from jaxpipe.runtime.file_server import FileServer, fetch, send
+from jaxpipe.runtime.storage import object_stores
 from jaxpipe.runtime.watchdog import Watchdog
 
 LIMIT = 600  # of a save [s], where `runtime.hang_timeout` is auto
@@ -173,3 +174,12 @@ class Registered:
 
     def get_map(self):
         return dict.fromkeys(self._descriptors)
+
+
+def test_a_copy_from_a_store_is_measured_by_its_connections(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(object_stores, "bytes_to_stores", lambda python: ("bytes", python))
+    monkeypatch.setattr(object_stores, "_fetch", lambda *file: seen.append(position.meter()))
+    with position.metered(lambda: "of a caller"):
+        object_stores.fetch_files("s3://tokens", tmp_path, {"a.bin": {"size": 1}})
+        assert (seen, position.meter()) == ([("bytes", True)], "of a caller")

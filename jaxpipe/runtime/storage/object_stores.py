@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe.runtime import position
+from jaxpipe.runtime.connections import bytes_to_stores
 from jaxpipe.runtime.storage.errors import as_os_errors, retry
 
 MAGIC = "*?["
@@ -81,7 +82,8 @@ def fetch_files(address: str, folder: Path, found: dict[str, dict[str, Any]]) ->
       folder: is created.
       found: what the store tells of each file (`infos`), by its name below the address.
     """
-    with ThreadPoolExecutor(_THREADS) as threads:
+    moved = partial(bytes_to_stores, python=True)  # blocks of a slow store take long
+    with position.metered(moved), ThreadPoolExecutor(_THREADS) as threads:
         copies = [
             threads.submit(_fetch, f"{address.rstrip('/')}/{name}", folder / name, info.get("size"))
             for name, info in found.items()
