@@ -246,7 +246,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(plan.as_json(), indent=1))
     else:
-        plan.show(Console(highlight=False, width=max(96, Console().width)))
+        plan.show(Console(highlight=False, width=max(120, Console().width)))
     _draw(config, shown, arguments)
     if arguments.html:
         write_plan_page(plan, arguments.html, Path(arguments.config).stem, shown.label)

@@ -3,7 +3,7 @@ const GIB = 2 ** 30, FEW_MESSAGES = 1000; // more in view would hide the boxes
 const {plan, columns, ops, timelines} = data;
 let order = plan.schedules.map((_, row) => row); // rows as they are sorted
 let selected = plan.schedules.findIndex((row) => row.schedule === data.shown);
-let sorting = {name: "tokens/s", sign: -1};
+let sorting = {name: "tokens/s/GPU", sign: -1};
 let current = null; // the selected timeline, as `arrange` returns it
 let hovered = null; // the box under the pointer
 
@@ -252,9 +252,8 @@ const main = document.getElementById("main");
 element(main, "p", data.summary, {className: "soft"});
 const table = makeTable("scroll", []);
 const lines = plan.schedules.map(lineOf);
-const explained = element(main, "details", "", {className: "soft"});
-element(explained, "summary", "what the columns are");
-for (const {name, legend} of columns) element(explained, "p", `${name}: ${legend}`);
+const explained = element(main, "div", "", {className: "soft columns"});
+for (const {name, legend} of columns) element(explained, "p", `${name}: ${legend}.`);
 data.sentences.forEach((text) => element(main, "p", text, {className: "soft"}));
 const heading = element(main, "h2");
 const legend = element(main, "div", "", {className: "legend"});

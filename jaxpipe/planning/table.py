@@ -49,13 +49,27 @@ _COLUMNS = (
         "head", "embedding and head: of the end stages alone (own), or shared over pp (shared)",
         lambda one: _place_of_embed_head(one),
     ),
+    Column("s/step", "seconds of a step", lambda one: one.seconds, ".4g"),
+    Column(
+        "tokens/s/GPU", "tokens per second and device",
+        lambda one: one.tokens_per_second_per_gpu, ",.0f",
+    ),
+    Column(
+        "TFLOP/s", "model FLOPs per second and device: 6 for a weight and token, 12 H K S for a "
+        "layer's attention and token, without what is computed again",
+        lambda one: one.tflops_per_gpu, ".0f",
+    ),
+    Column(
+        "MFU", "these over the device's dense bfloat16 peak, also in fp8",
+        lambda one: one.mfu, ".1%",
+    ),
+    Column(
+        "days/T", "days for a trillion tokens",
+        lambda one: 1e12 / one.tokens_per_second / 86400, ",.3g",
+    ),
     Column(
         "bubble", "idle share of ranks that run asynchronously, of the whole step",
         lambda one: one.report.bubble_global, "z.1%",
-    ),
-    Column(
-        "span", "idle share within the slowest rank's span, first start to last end",
-        lambda one: one.report.bubble_span, "z.1%",
     ),
     Column(
         "scan", "idle share of the scan that the executor runs",
@@ -64,8 +78,6 @@ _COLUMNS = (
     Column("live", "largest number of live (microbatch, stage) pairs", lambda one: one.live, "d"),
     _TOTAL,
     Column("stored", "activations in GiB", lambda one: one.bytes.activations / _GIB, ".1f"),
-    Column("sent", "GiB sent to neighbours in a step", lambda one: one.sent / _GIB, ".1f"),
-    Column("tokens/s", "of all replicas", lambda one: one.tokens_per_second, ",.0f"),
     Column(
         "host", "GiB of its host's memory (train.offload_layers, train.offload_moments)",
         lambda one: one.bytes.host / _GIB or None, ".1f",
@@ -176,7 +188,7 @@ class Plan:
         for column in self.columns:
             justify = "left" if column.name in ("schedule", "head") else "right"
             table.add_column(column.name, justify=justify, no_wrap=True)
-        for one in sorted(self.estimates, key=lambda e: -e.tokens_per_second):
+        for one in sorted(self.estimates, key=lambda e: (not e.configured, e.seconds)):
             fits = one.bytes.total <= self.memory
             chosen = one.label == self.advice.best
             marks = {_TOTAL: " " if fits else "!"}
@@ -195,6 +207,11 @@ class Plan:
                 "embed_head": _place_of_embed_head(one),
                 "fits": one.bytes.total <= self.memory,
                 "tokens_per_second": one.tokens_per_second,
+                "tokens_per_second_per_gpu": one.tokens_per_second_per_gpu,
+                "step_seconds": one.seconds,
+                "tflops_per_gpu": one.tflops_per_gpu,
+                "mfu": one.mfu,
+                "gib": one.bytes.total / _GIB,
                 **asdict(one.report),
                 "bytes": asdict(one.bytes) | {"total": one.bytes.total},
                 "live": one.live,

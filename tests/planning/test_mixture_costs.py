@@ -106,5 +106,5 @@ def test_a_plan_says_what_goes_over_the_network(capsys):
     assert main([*words, "--network", "100GB"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "for a token), pp=1 dp=4 ep=4" in text
-    assert "tokens/s exposed" in text
+    assert "stored exposed" in text
     assert "all-to-alls over ep=4: MiB that a device sends for a layer and microbatch" in text

@@ -38,9 +38,9 @@ def test_the_page_has_the_numbers_of_the_plan(written):
     assert data["plan"] == plan
     assert data["shown"] == plan["best"]
     columns = {column["name"]: column for column in data["columns"]}
-    speeds = [row["tokens_per_second"] for row in plan["schedules"]]
-    assert columns["tokens/s"]["values"] == speeds
-    assert columns["tokens/s"]["texts"] == [f"{speed:,.0f}" for speed in speeds]
+    speeds = [row["tokens_per_second_per_gpu"] for row in plan["schedules"]]
+    assert columns["tokens/s/GPU"]["values"] == speeds
+    assert columns["tokens/s/GPU"]["texts"] == [f"{speed:,.0f}" for speed in speeds]
     assert "saved" not in columns  # no schedule has a value
 
 
@@ -84,7 +84,9 @@ def test_a_browser_sorts_draws_and_explains(written):
     with opened(path, color_scheme="dark") as page:
         names = page.locator("table").first.locator("tbody tr td:first-child")
         speeds = {row["schedule"]: row["tokens_per_second"] for row in plan["schedules"]}
-        shown = [text.removesuffix(" *") for text in names.all_inner_texts()]
+        own, *shown = names.all_inner_texts()
+        assert own == "1f1b *"
+        del speeds["1f1b"]
         assert [speeds[name] for name in shown] == sorted(speeds.values(), reverse=True)
         page.get_by_role("button", name="schedule").click()
         assert names.first.inner_text() == "1f1b *"

@@ -243,6 +243,29 @@ def test_seventy_billion_parameters_on_a_thousand_gpus(capsys):
     assert seconds < 20  # CPU time, however busy the machine is; 8 s on an idle one
 
 
+def test_rows_are_in_the_units_that_people_publish(capsys):
+    """By the definitions of `jaxpipe.training.step_metrics`; the configured row comes first."""
+    words = [str(SMALL), "parallel.pp=2", "parallel.dp=2", "train.grad_accum_steps=8"]
+    assert main([*words, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["schedules"]
+    config = configs.load(SMALL, words[1:])
+    flops = config.model.flops_per_token(config.train.seq_len)
+    for row in rows:
+        speed = row["tokens_per_second_per_gpu"]
+        assert row["step_seconds"] * speed * 4 == pytest.approx(config.tokens_per_step)
+        assert row["tflops_per_gpu"] == pytest.approx(speed * flops / 1e12)
+        assert row["mfu"] == pytest.approx(speed * flops / 989e12)
+        assert row["gib"] * 2**30 == pytest.approx(row["bytes"]["total"])
+    assert [row["configured"] for row in rows] == [True] + [False] * (len(rows) - 1)
+    assert main(words) == 0
+    _, names, first, *_ = capsys.readouterr().out.split("\n")
+    assert first.split()[:2] == ["1f1b", "*"]
+    cells = dict(zip(names.split()[1:], first.split()[2:]))
+    assert cells["s/step"] == f"{rows[0]['step_seconds']:.4g}"
+    trillion = 1e12 / config.tokens_per_step * rows[0]["step_seconds"] / 86400
+    assert cells["days/T"] == f"{trillion:,.3g}"
+
+
 def test_a_run_has_the_share_of_the_memory_that_jax_allocates(capsys):
     def fits(*words):
         assert main([str(SMALL), "--json", *words]) == 0

@@ -51,7 +51,7 @@ def test_a_plan_says_what_is_sent_and_waited_for(capsys):
     assert main(arguments) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "ulysses over cp=2: MiB that a device sends for a layer and microbatch: 0." in said
-    assert "tokens/s exposed" in said
+    assert "stored exposed" in said
     assert main([*arguments, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["schedules"]
     assert all(row["waiting_for_replicas"] > 0 for row in rows)

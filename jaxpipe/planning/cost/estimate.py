@@ -19,6 +19,7 @@ from jaxpipe.planning.cost.parameter_traffic import mirrored_bytes, step_traffic
 from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.progress import PlanProgress
 from jaxpipe.planning.resolve import RunPlan, with_known_vocabulary
+from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedules import FAMILIES, ScheduleVariant, fusion_gain
 
 if TYPE_CHECKING:
@@ -82,6 +83,24 @@ class Estimate:
     def tokens_per_second(self) -> float:
         """Tokens per second of all replicas."""
         return self.tokens / self.seconds
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Tokens per second, divided by the number of devices."""
+        return self.tokens_per_second / self.plan.config.parallel.devices
+
+    @property
+    def tflops_per_gpu(self) -> float:
+        """Model TFLOP/s of a device, without recomputation, as `train` logs them."""
+        config = self.plan.config
+        flops = config.model.flops_per_token(config.train.seq_len)
+        flops -= config.model.frozen_flops(config.lora.rank)
+        return self.tokens_per_second_per_gpu * flops / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: of the dense bfloat16 peak, also where products are in fp8."""
+        return self.tflops_per_gpu * 1e12 / DEVICES[self.plan.devices.hardware.device].flops
 
 
 @dataclass(frozen=True)
