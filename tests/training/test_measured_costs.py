@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import msgspec
 import pytest
 from commands import SMALL, metrics
@@ -22,8 +23,9 @@ from jaxpipe.planning import (
     resolve,
     write_own,
 )
-from jaxpipe.run.measure import measured_costs
+from jaxpipe.run.measure import measured_costs, op_timers
 from jaxpipe.runtime import processes
+from jaxpipe.training.trainer import Trainer
 
 HOW = ("parallel.costs=measure", "parallel.schedule=zbv", "parallel.pp=2", "parallel.dp=1")
 CPUS = Devices("cpu", count=2)
@@ -109,3 +111,14 @@ def test_costs_that_cannot_be_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(measured_costs, "_measure_ops", lambda trainer: SECONDS)
     with pytest.raises(ConfigError, match=r"costs.json cannot be written \(File exists\)"):
         measured_costs.measure(resolve(load(tmp_path / "file"), CPUS))
+
+
+@pytest.mark.extended
+def test_ops_of_layers_with_losses_of_their_own(tmp_path):
+    """F and the gradient ops of a layer with experts also compute the losses of its router."""
+    experts = ("n_experts=2", "experts_per_token=1", "d_expert=16", "router_aux_loss=0.01")
+    of_model = [f"model.{field}" for field in ("n_layers=1", *experts)]
+    config = load(tmp_path, "parallel.pp=1", "parallel.schedule=gpipe", *of_model)
+    trainer = Trainer(resolve(config, Devices("cpu")), jax.devices()[:1])
+    seconds = op_timers.op_seconds(trainer, repeats=1)
+    assert all(seconds["layer"][op] > 0 for op in ("F", "B", "W", "BW"))

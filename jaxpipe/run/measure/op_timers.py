@@ -7,7 +7,7 @@ uses another slot than the one before, so that XLA cannot hoist work out of the 
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -24,6 +24,7 @@ from jaxpipe.core.executor.chunk import ActionInputs, BackwardOutputs, Chunk, Fo
 from jaxpipe.core.executor.layer_run import LayerRun
 from jaxpipe.core.executor.ring_buffers import RingArrays, RingBuffers
 from jaxpipe.core.executor.stage import EmbedHeadFunction, add_gradients
+from jaxpipe.core.executor.step_data import Mean
 from jaxpipe.core.executor.traced_kind import (
     BufferedKind,
     TracedKind,
@@ -171,63 +172,82 @@ def _loops(
 
     Returns functions `(state, fixed) -> state` by op, initial states by op, and `fixed`.
     """
-    x, (kind,) = jax.jit(functions.embed)(embed_head, microbatch), functions.kinds_by_name.values()
-    index = jax.ShapeDtypeStruct((), jnp.int32)
-    context = Context(microbatch, index, None, functions.variables, embed_head)
-    trained = is_trained(param_specs_of(functions.embed_head_specs, embed_head, of_layer=False))
-    kind = TracedKind.trace("layer", kind, layers[0], x, context, policy, trained)
-    stored = kind.split.residuals, kind.split.stash
-    plan = RingBuffers.of(*stored, kind.state, [_EVERY], pairs=False)
-    kind = BufferedKind(**vars(kind), rings=plan)
-    rings = tuple(_filled(plan.empty(slot)) for slot in range(len(layers)))
-    zeros = _zeros(layers), embed_head_of(kind.kind, _zeros(embed_head))
+    x = jax.jit(functions.embed)(embed_head, microbatch)
+    ops = _LayerOps.trace(functions, embed_head, layers[0], x, microbatch, policy)
+    rings = tuple(_filled(ops.kind.rings.empty(slot)) for slot in range(len(layers)))
+    zeros = _zeros(layers), embed_head_of(ops.kind.kind, _zeros(embed_head))
     inputs = jnp.stack([x] * _SLOTS)
-
-    def chunk(fixed: Tree) -> Chunk:
-        every = enumerate(fixed["layers"])
-        return Chunk(tuple(LayerRun(kind, own, jnp.full(1, i), None, i) for i, own in every))
-
-    def of_microbatch(fixed: Tree, row: TableRow) -> ActionInputs:
-        embed_head = fixed["embed_head"]
-        return ActionInputs(
-            row, fixed["microbatch"], functions.variables, jnp.float32(1), embed_head
-        )
-
-    def forward(state: Tree, fixed: Tree, row: TableRow) -> Tree:
-        x, rings = state
-        parts = tuple(plan.written_by(own, Op.F) for own in rings)
-        before = ForwardOutputs(x, parts, empty_aux([kind], _SLOTS), jnp.float32(0))
-        outputs = chunk(fixed).forward(of_microbatch(fixed, row), before)
-        after = (plan.with_written(own, Op.F, part) for own, part in zip(rings, outputs.rings))
-        return outputs.y, tuple(after)
-
-    def gradient(op: Op) -> Callable[..., Tree]:
-        def run(state: Tree, fixed: Tree, row: TableRow) -> Tree:
-            dy, rings, (totals, read) = state
-            parts = tuple(plan.written_by(own, op) for own in rings)
-            observed = empty_statistics([kind], functions.variables)
-            before = BackwardOutputs(dy, parts, totals, observed, read)
-            outputs = chunk(fixed).gradient(
-                op, of_microbatch(fixed, row), before,
-                lambda layer, part: plan.read(
-                    plan.with_written(rings[layer.ring], op, part), row, op, layer.first
-                ),
-            )  # fmt: skip
-            after = (plan.with_written(own, op, part) for own, part in zip(rings, outputs.rings))
-            return outputs.dx, tuple(after), (outputs.grad_sums, outputs.read_sums)
-
-        return run
-
     fixed = {"layers": layers, "embed_head": embed_head, "microbatch": microbatch, "inputs": inputs}
-    states = {
-        "F": (forward, (x, rings)),
-        "B": (gradient(Op.B), (x, rings, zeros)),
-        "W": (gradient(Op.W), (x, rings, zeros)),
-        "BW": (gradient(Op.BW), (x, rings, zeros)),
+    states: dict[str, tuple[Callable[..., Tree], Tree]] = {
+        "F": (ops.forward, (x, rings)),
+        "B": (partial(ops.gradient, Op.B), (x, rings, zeros)),
+        "W": (partial(ops.gradient, Op.W), (x, rings, zeros)),
+        "BW": (partial(ops.gradient, Op.BW), (x, rings, zeros)),
     }
     states |= _embed_head_ops(functions, embed_head, x, microbatch)
     runs = {name: _repeated(run, iterations) for name, (run, _) in states.items()}
     return runs, {name: state for name, (_, state) in states.items()}, fixed
+
+
+@dataclass(frozen=True)
+class _LayerOps:
+    """F and the gradient ops of layers of one kind, as functions `(state, fixed, row) -> state`."""
+
+    kind: BufferedKind
+    variables: Tree
+
+    @classmethod
+    def trace(
+        cls,
+        functions: StageFunctions,
+        embed_head: Tree,
+        params: Tree,
+        x: jax.Array,
+        microbatch: Tree,
+        policy: Policy,
+    ) -> "_LayerOps":
+        """Trace the only kind of the functions with the parameters of one layer."""
+        (kind,) = functions.kinds_by_name.values()
+        index: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        context = Context(microbatch, index, None, functions.variables, embed_head)
+        trained = is_trained(param_specs_of(functions.embed_head_specs, embed_head, of_layer=False))
+        traced = TracedKind.trace("layer", kind, params, x, context, policy, trained)
+        stored = traced.split.residuals, traced.split.stash
+        rings = RingBuffers.of(*stored, traced.state, [_EVERY], pairs=False)
+        return cls(BufferedKind(**vars(traced), rings=rings), functions.variables)
+
+    def forward(self, state: Tree, fixed: Tree, row: TableRow) -> Tree:
+        """F of all layers; the state is x and the ring buffers."""
+        (x, rings), plan = state, self.kind.rings
+        parts = tuple(plan.written_by(own, Op.F) for own in rings)
+        before = ForwardOutputs(x, parts, empty_aux([self.kind], _SLOTS), jnp.float32(0))
+        outputs = self._chunk(fixed).forward(self._inputs(fixed, row), before)
+        after = (plan.with_written(own, Op.F, part) for own, part in zip(rings, outputs.rings))
+        return outputs.y, tuple(after)
+
+    def gradient(self, op: Op, state: Tree, fixed: Tree, row: TableRow) -> Tree:
+        """B, W or BW of all layers; the state is dy, the ring buffers and the gradient sums."""
+        (dy, rings, (totals, read)), plan = state, self.kind.rings
+        parts = tuple(plan.written_by(own, op) for own in rings)
+        observed = empty_statistics([self.kind], self.variables)
+        before = BackwardOutputs(dy, parts, totals, observed, read)
+        outputs = self._chunk(fixed).gradient(
+            op, self._inputs(fixed, row), before,
+            lambda layer, part: plan.read(
+                plan.with_written(rings[layer.ring], op, part), row, op, layer.first
+            ),
+        )  # fmt: skip
+        after = (plan.with_written(own, op, part) for own, part in zip(rings, outputs.rings))
+        return outputs.dx, tuple(after), (outputs.grad_sums, outputs.read_sums)
+
+    def _chunk(self, fixed: Tree) -> Chunk:
+        every = enumerate(fixed["layers"])
+        return Chunk(tuple(LayerRun(self.kind, own, jnp.full(1, i), None, i) for i, own in every))
+
+    def _inputs(self, fixed: Tree, row: TableRow) -> ActionInputs:
+        one = Mean(jnp.float32(1), jnp.float32(1))
+        means = {self.kind.name: dict.fromkeys(self.kind.output.aux.losses, one)}
+        return ActionInputs(row, fixed["microbatch"], self.variables, means, fixed["embed_head"])
 
 
 def _embed_head_ops(
@@ -283,10 +303,8 @@ def _repeated(run: Callable[..., Tree], iterations: int) -> Callable[..., Tree]:
 
     def loop(state: Tree, fixed: Tree) -> Tree:
         def iteration(state: Tree, slot: jax.Array) -> tuple[Tree, None]:
-            every = TableRow._make(
-                [slot] * len(TableRow._fields)
-            )  # the same slot of every ring buffer
-            return run(state, fixed, every), None
+            every: Any = [slot] * len(TableRow._fields)  # the same slot of every ring buffer
+            return run(state, fixed, TableRow(*every)), None
 
         return lax.scan(iteration, state, jnp.arange(iterations) % _SLOTS)[0]
 
