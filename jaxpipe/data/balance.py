@@ -172,7 +172,9 @@ class RowBalance(NamedTuple):
         """
         costs = [sum(map(self.attention_of, row)) for row in documents]
         full: list[tuple[float, int, list[int]]] = []
-        free = [(0.0, group, []) for group in range(len(costs) // self.size)]
+        free: list[tuple[float, int, list[int]]] = [
+            (0.0, group, []) for group in range(len(costs) // self.size)
+        ]
         heapify(free)
         for row in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
             cost, group, rows = heappop(free)

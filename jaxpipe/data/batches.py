@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate, islice, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import grain
 import numpy as np
@@ -25,6 +25,7 @@ from jaxpipe.model.loss import IGNORE
 from jaxpipe.runtime.storage.errors import retry
 
 Batch = dict[str, np.ndarray]
+
 LengthOf = Callable[[int], int]  # L of a step, given the number of tokens of its longest row
 
 _ORDER = " order="
@@ -84,6 +85,13 @@ class DocumentLengths:
     def tokens(self) -> int:
         """Number of input tokens of the step without padding."""
         return int(self.documents.sum())
+
+
+class Batches(Iterator[Batch], Protocol):
+    """An iterator over batches, whose threads `close` ends."""
+
+    def close(self) -> None:
+        """End the threads."""
 
 
 class SourceSamples(NamedTuple):
@@ -217,7 +225,7 @@ class DataSplit:
     def batches(
         self, position: int, *, microbatches: int, batch_size: int, rows: slice = slice(None),
         length_of: LengthOf | None = None, balance: RowBalance | None = None,
-    ) -> Iterator[Batch]:  # fmt: skip
+    ) -> Batches:  # fmt: skip
         """Iterate over batches from a position on, read ahead in threads; `close()` ends them.
 
         Training batches never end, and are a `ReadAhead`. Held-out batches contain every sample

@@ -39,13 +39,11 @@ class PackedPiece(NamedTuple):
 
 
 class PackedRows(Protocol):
-    """R rows of remainders.
+    """R rows of remainders."""
 
-    Attributes:
-      numbers: the index of each row among all rows, rising; full pieces have the other indices.
-    """
-
-    numbers: Sequence[int]
+    @property
+    def numbers(self) -> Sequence[int] | np.ndarray:
+        """The index of each row among all rows, rising; full pieces have the other indices."""
 
     def documents(self, row: int) -> Sequence[int]:
         """Return the documents of a row; some may have no remainder."""

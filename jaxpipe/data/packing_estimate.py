@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxpipe.config import Config, ConfigError, DataConfig
 from jaxpipe.data.packing import count_slots, pack_documents
-from jaxpipe.data.shards.manifest import MANIFEST, HistogramBin, read_manifest
+from jaxpipe.data.shards.manifest import HistogramBin, read_manifest
 from jaxpipe.planning import Estimate
 
 _MOST = 1 << 20  # limit on documents in the sample
@@ -33,11 +33,6 @@ def estimate_packing(folder: Path, config: DataConfig, seq_len: int) -> PackingE
     Raises `ConfigError` without a manifest, a document of two tokens, or packing.
     """
     manifest = read_manifest(folder)
-    if manifest is None:
-        raise ConfigError(
-            f"{folder / MANIFEST} does not exist: give a folder that `python -m jaxpipe.data "
-            f"prepare` has written."
-        )
     if config.packing == "none":
         raise ConfigError(
             f"the lengths of the documents in {folder} count where rows are packed, but "

@@ -16,6 +16,7 @@ import numpy as np
 from jaxpipe.config import ConfigError
 from jaxpipe.data.samples import Sample, make_sample
 from jaxpipe.data.shards.documents import ShardedDocuments
+from jaxpipe.data.shards.tokens import values_beside
 
 ANSWERS = ("chosen", "rejected")
 OF_PAIR = len(ANSWERS)  # documents
@@ -84,7 +85,7 @@ class PairSamples:
         documents = self.documents
         sample = make_sample(documents.tokens(number), documents.counted(number))
         sample["real"] = np.ones_like(sample["inputs"])
-        return sample | {name: documents.row(name, number)[1:] for name in self.rows}
+        return sample | {name: self._values(name, number)[1:] for name in self.rows}
 
     def documents_of(self, index: int) -> list[int]:
         """Return the input tokens of the row's answer."""
@@ -94,6 +95,12 @@ class PairSamples:
     def left_out(self) -> int:
         """Number of pairs that are too long."""
         return len(self._lengths) // OF_PAIR - len(self._pairs)
+
+    def _values(self, name: str, number: int) -> np.ndarray:
+        """Return the values beside a document's tokens, float32 `[tokens]`."""
+        parts = self.documents.in_shards(number)
+        values = [values_beside(shard, name).read(begin, end) for shard, begin, end in parts]
+        return np.concatenate(values)
 
     def _number(self, index: int) -> int:
         """Return the document of a row."""

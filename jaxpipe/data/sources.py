@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxpipe.config import ConfigError, DataConfig, SourceConfig
 from jaxpipe.config.paths import is_address
@@ -22,7 +23,7 @@ from jaxpipe.data.samples import (
 )
 from jaxpipe.data.shards.documents import ShardedDocuments
 from jaxpipe.data.shards.token_files import check_tokenizers, open_documents
-from jaxpipe.data.shards.tokens import BareShard
+from jaxpipe.data.shards.tokens import BareShard, values_beside
 from jaxpipe.data.source_checks import check_disjoint, check_records
 from jaxpipe.runtime.storage.files import local_copy
 
@@ -141,20 +142,18 @@ def _build_split(
     sources = tuple(
         SourceSamples(part.place, len(part.samples), part.weight / sum(weights)) for part in parts
     )
-    known = {
-        "sources": sources,
-        "masked": any(part.masked for part in parts),
-        "warnings": tuple(warning for part in parts for warning in part.warnings),
-    }
-    if len(parts) == 1:
-        part, whole = parts[0], parts[0].whole_fingerprint
-        whole_content = whole and (lambda: f"{whole()} {sizes}")
-        return DataSplit(
-            name, f"{part.fingerprint} {sizes}", part.samples, order, whole_content, **known
-        )
     shares = [f"{part.weight / sum(weights):.6g} of {part.fingerprint}" for part in parts]
-    samples = JoinedSamples([part.samples for part in parts])
-    return DataSplit(name, f"{' + '.join(shares)} {sizes}", samples, order, **known)
+    split = DataSplit(
+        name, f"{' + '.join(shares)} {sizes}", JoinedSamples([part.samples for part in parts]),
+        order, sources=sources, masked=any(part.masked for part in parts),
+        warnings=tuple(warning for part in parts for warning in part.warnings),
+    )  # fmt: skip
+    if len(parts) > 1:
+        return split
+    part, whole = parts[0], parts[0].whole_fingerprint
+    whole_content = whole and (lambda: f"{whole()} {sizes}")
+    content = f"{part.fingerprint} {sizes}"
+    return replace(split, content=content, samples=part.samples, whole_content=whole_content)
 
 
 def _balance_split(split: DataSplit, size: int, seed: int) -> DataSplit:
@@ -185,32 +184,31 @@ def _build_part(
     """Build the samples of a source's documents."""
     name = "file" if config.sources else config.source
     masked = any(shard.masked for shard in documents.shards)
-    known = {"weight": weight, "place": documents.place, "masked": masked}
+    part = partial(SplitPart, weight=weight, place=documents.place, masked=masked)
+    fingerprint = f"{name} {documents.fingerprint}{rows.description}"
     if rows.answers:
-        return _build_pairs(documents, rows, name, known)
+        pairs, values, warnings = _build_pairs(documents, rows)
+        return part(pairs, f"{fingerprint} {values}", warnings=warnings)
     if rows.packing != "none":
-        samples = _pack_documents(documents, rows, shared=config.packing != "none")
-        how = f"{rows.description}{' worst_fit' if samples.packing.worst_fit else ''}"
-        return SplitPart(samples, f"{name} {documents.fingerprint}{how}", **known)
+        samples = _pack_documents(documents, rows, rows.packing, shared=config.packing != "none")
+        return part(samples, f"{fingerprint}{' worst_fit' if samples.packing.worst_fit else ''}")
     whole = documents.whole_fingerprint
-    return SplitPart(
-        StreamSamples(documents, rows.seq_len),
-        f"{name} {documents.fingerprint}",
-        whole_fingerprint=whole and (lambda: f"{name} {whole()}"),
-        **known,
+    whole_fingerprint = whole and (lambda: f"{name} {whole()}")
+    return part(
+        StreamSamples(documents, rows.seq_len), fingerprint, whole_fingerprint=whole_fingerprint
     )
 
 
 def _build_pairs(
-    documents: ShardedDocuments, rows: _RowSettings, name: str, known: dict[str, Any]
-) -> SplitPart:
-    """Build the rows of a prepared folder of pairs.
+    documents: ShardedDocuments, rows: _RowSettings
+) -> tuple[PairSamples, str, tuple[str, ...]]:
+    """Build the rows of a prepared folder of pairs, a digest of their values, and warnings.
 
     Raises `ConfigError` where a shard has no values beside its tokens, or of another number.
     """
     digests = []
     for shard in documents.shards:
-        for beside in map(shard.beside, rows.answers):
+        for beside in (values_beside(shard, name) for name in rows.answers):
             size = beside.path.stat().st_size if beside.path.exists() else 0
             if size != beside.size * beside.dtype.itemsize:
                 raise ConfigError(
@@ -220,18 +218,22 @@ def _build_pairs(
                 )
             digests.append(beside.sampled_digest())
     samples = PairSamples(documents, rows.seq_len, rows.answers)
+    warnings: tuple[str, ...] = ()
     if samples.left_out:
-        known["warnings"] = (
+        warnings = (
             f"warning: {samples.left_out} pairs of {documents.place} have an answer longer than "
             f"train.seq_len + 1 = {rows.seq_len + 1} tokens, or of one token, and are left out",
         )
     values = blake2b(" ".join(digests).encode(), digest_size=8).hexdigest()
-    fingerprint = f"{name} {documents.fingerprint}{rows.description} {values}"
-    return SplitPart(samples, fingerprint, **known)
+    return samples, values, warnings
 
 
 def _pack_documents(
-    documents: ShardedDocuments, rows: _RowSettings, *, shared: bool
+    documents: ShardedDocuments,
+    rows: _RowSettings,
+    how: Literal["sequential", "best_fit"],
+    *,
+    shared: bool,
 ) -> PackedSamples:
     """Pack documents into rows.
 
@@ -245,7 +247,7 @@ def _pack_documents(
                 f"without borders: prepare it with documents, or leave {asked} out."
             )
     packing = pack_documents(
-        documents.lengths, rows.seq_len, rows.packing,
+        documents.lengths, rows.seq_len, how,
         most=rows.most, seed=rows.seed, even=rows.even,
     )  # fmt: skip
     if not len(packing):
@@ -279,8 +281,8 @@ def _open_sources(
                 f"data.source = 'stdlib' is bytes, 0..255, but model.vocab_size={vocab_size}: use "
                 f"model.vocab_size=256 or more."
             )
-        train, heldout = open_corpus_documents(directory, config.heldout_fraction, vocab_size)
-        return [(train, 1.0)], [(heldout, 1.0)]
+        one, other = open_corpus_documents(directory, config.heldout_fraction, vocab_size)
+        return [(one, 1.0)], [(other, 1.0)]
     sources = config.sources or (SourceConfig(path=config.path),)
     for path in [*(one.path for one in sources if one.weight), config.heldout_path]:
         if path:
@@ -300,4 +302,4 @@ def _open_sources(
         return opened, apart
     fraction = config.heldout_fraction
     cut = [(documents.split(fraction, together), weight) for documents, weight in opened]
-    return [(train, w) for (train, _), w in cut], [(heldout, w) for (_, heldout), w in cut]
+    return [(train, w) for (train, _), w in cut], [(rest, w) for (_, rest), w in cut]

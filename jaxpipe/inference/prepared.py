@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxpipe.config import ConfigError
 from jaxpipe.data.shards.documents import ShardedDocuments
-from jaxpipe.data.shards.manifest import MANIFEST, FolderManifest, read_manifest
+from jaxpipe.data.shards.manifest import MANIFEST, FolderManifest, find_manifest
 from jaxpipe.data.shards.token_files import open_documents
 from jaxpipe.runtime.storage.errors import remedy_of
 from jaxpipe.runtime.storage.writing import replace_atomically, sync_folder
@@ -33,7 +33,7 @@ class PreparedFolder:
     @classmethod
     def open(cls, path: Path) -> Self:
         """Open a folder; raises `ConfigError` where it was not prepared, or not completely."""
-        manifest = read_manifest(path)
+        manifest = find_manifest(path)
         if manifest is None:
             raise ConfigError(
                 f"{path} has no {MANIFEST}: give a folder that `python -m jaxpipe.data prepare` "

@@ -26,7 +26,7 @@ def heldout_loss(
     It does not depend on how rows are divided into batches and microbatches. Raises `ConfigError`
     in all processes where one of them cannot read its rows.
     """
-    total, targets = 0.0, 0
+    total = targets = 0.0
     batches = heldout.batches(0, **trainer.sharder.sizes)
     with contextlib.closing(batches):
         for batch in _alike(itertools.islice(batches, trainer.config.train.eval_steps)):

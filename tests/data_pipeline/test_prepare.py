@@ -198,7 +198,10 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert words_of in said
     assert "!" not in said  # only the beginning of a long document is shown
     assert main(["inspect", str(tmp_path)]) == 2
-    assert "has no manifest.json: give a folder that was prepared." in capsys.readouterr().err
+    assert (
+        "has no manifest.json: give a folder that `python -m jaxpipe.data prepare` wrote."
+        in capsys.readouterr().err
+    )
     (tmp_path / "bad.jsonl").write_text("[]")
     words = ["prepare", str(tmp_path / "bad.jsonl"), "--tokenizer", "bytes"]
     assert main([*words, "--out", str(tmp_path / "none"), "--workers", "2"]) == 2

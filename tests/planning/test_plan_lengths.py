@@ -71,7 +71,7 @@ def test_a_plan_counts_tokens_that_are_no_padding(folder, capsys):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--lengths", "nowhere"], "nowhere/manifest.json does not exist: give a folder"),
+        (["--lengths", "nowhere"], "nowhere has no manifest.json: give a folder"),
         (["data.packing=none", "--lengths", "FOLDER"], "but data.packing='none': set it to"),
     ],
 )

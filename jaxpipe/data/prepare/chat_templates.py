@@ -230,9 +230,11 @@ def _environment() -> Any:
     """Return the sandbox of transformers, where `{% generation %}` writes marks."""
     jinja2 = import_optional("jinja2", "a chat template")
     extensions = import_optional("jinja2.ext", "a chat template")
+    extension: Any = extensions.Extension
     sandbox = import_optional("jinja2.sandbox", "a chat template")
+    immutable: Any = sandbox.ImmutableSandboxedEnvironment
 
-    class Generation(extensions.Extension):
+    class Generation(extension):
         tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
         def parse(self, parser: Any) -> Any:
@@ -262,7 +264,7 @@ def _environment() -> Any:
             sort_keys=sort_keys,
         )
 
-    class Sandbox(sandbox.ImmutableSandboxedEnvironment):
+    class Sandbox(immutable):
         intercepted_binops = frozenset({"**"})
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:

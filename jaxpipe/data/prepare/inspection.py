@@ -9,9 +9,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jaxpipe.config import ConfigError
 from jaxpipe.data.prepare.tokenizing import load_tokenizer
-from jaxpipe.data.shards.manifest import MANIFEST, FolderManifest, read_manifest
+from jaxpipe.data.shards.manifest import FolderManifest, read_manifest
 from jaxpipe.data.shards.token_files import open_documents
 from jaxpipe.tokenizer.files import BYTES
 
@@ -26,8 +25,6 @@ def describe_folder(folder: Path, documents: int) -> Iterator[RenderableType]:
     Raises `ConfigError` where the folder was not prepared, or not completely.
     """
     manifest = read_manifest(folder)
-    if manifest is None:
-        raise ConfigError(f"{folder} has no {MANIFEST}: give a folder that was prepared.")
     yield _build_table(manifest)
     yield _build_histogram(manifest)
     first = manifest.shards[0]
@@ -38,7 +35,7 @@ def describe_folder(folder: Path, documents: int) -> Iterator[RenderableType]:
         counts = np.ones(len(ids), bool) if counted is None else counted
         marked = counts.any() and not counts.all()
         share = "all" if counts.all() else f"{counts.sum():,}"
-        where = f", those between {_MARKS[0]} and {_MARKS[1]}" * marked
+        where = f", those between {_MARKS[0]} and {_MARKS[1]}" if marked else ""
         title = f"\ndocument {number}, {len(ids):,} tokens, {share} count in the loss{where}"
         yield Text(title, style="bold")
         text, characters = Text(), _SHOWN

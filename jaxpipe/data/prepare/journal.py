@@ -8,8 +8,8 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -58,7 +58,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 @contextmanager
 def open_journal(
     folder: Path, keys: list[str], skip_bad: bool
-) -> Iterator[tuple[BinaryIO, dict[int, PieceResult]]]:
+) -> Iterator[tuple[FileIO, dict[int, PieceResult]]]:
     """Open the journal for appending; also yields the pieces that it lists, by number.
 
     The journal is deleted when the body succeeds. After a `ConfigError` without any shard all files
@@ -67,14 +67,14 @@ def open_journal(
     done = {d.piece: d for d in _read_journal(folder) if d.piece < len(keys)}
     done = {n: d for n, d in done.items() if d.key == keys[n] and (skip_bad or not d.bad)}
     whole = {f"{number:06d}" for number in done}
-    for file in folder.iterdir():
-        if is_unfinished(file) or (_SHARD.fullmatch(file.name) and file.stem not in whole):
-            file.unlink(missing_ok=True)  # a worker of a killed run may remove its own file first
+    for path in folder.iterdir():
+        if is_unfinished(path) or (_SHARD.fullmatch(path.name) and path.stem not in whole):
+            path.unlink(missing_ok=True)  # a worker of a killed run may remove its own file first
     with replace_atomically(folder / JOURNAL) as file:
         file.writelines(msgspec.json.encode(one) + b"\n" for one in done.values())
-    with (folder / JOURNAL).open("ab", buffering=0) as file:
+    with (folder / JOURNAL).open("ab", buffering=0) as journal:
         try:
-            yield file, done
+            yield journal, done
         except ConfigError:
             if not any(one.shard for one in done.values()):
                 for path in folder.iterdir():
@@ -88,8 +88,7 @@ def read_date(folder: Path) -> str:
     """Return the date with which a folder was begun, which a continued preparation keeps; or ""."""
     if (folder / JOURNAL).exists() or not (folder / MANIFEST).exists():
         return next((one.date for one in _read_journal(folder)), "")
-    manifest = read_manifest(folder)
-    return manifest.date if manifest else ""
+    return read_manifest(folder).date
 
 
 def is_unfinished(file: Path) -> bool:

@@ -88,7 +88,8 @@ def _find_places(whole: tuple[Values, list[Any]]) -> Iterator[_Place]:
 
 def _function_paths(value: Any, *keys: str) -> Iterator[tuple[str, ...]]:
     """Yield the path of the first of those keys of a tool or a call that is not empty."""
-    function, path = value, ()
+    function = value
+    path: tuple[str, ...] = ()
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         function, path = value["function"], ("function",)
     for key in keys:

@@ -50,8 +50,8 @@ from jaxpipe.data.shards.manifest import (
     FolderManifest,
     TokenizerEntry,
     build_histogram,
+    find_manifest,
     merge_histograms,
-    read_manifest,
 )
 from jaxpipe.runtime.storage.writing import replace_atomically, sync_folder
 from jaxpipe.tokenizer.files import TokenizerFiles
@@ -136,10 +136,10 @@ def prepare(
                             unused = None  # print it only once
                     else:
                         show(*value)
-            results = [done[piece.number] for piece in pieces]
-            has_chats = any(one.chats for one in results)
+            written = [done[piece.number] for piece in pieces]
+            has_chats = any(one.chats for one in written)
             manifest = _build_manifest(
-                results, entry, origin, pairs=options.pairs, date=date,
+                written, entry, origin, pairs=options.pairs, date=date,
                 end_of_turn=find_end_of_turn(writer, tokenizer) if has_chats else None,
             )  # fmt: skip
             if not manifest.documents:
@@ -292,7 +292,7 @@ def _read_finished(folder: Path, origin: str) -> FolderManifest | None:
     """
     if (folder / JOURNAL).exists() and not (folder / MANIFEST).exists():
         return None
-    if (manifest := read_manifest(folder)) and manifest.origin == origin:
+    if (manifest := find_manifest(folder)) and manifest.origin == origin:
         (folder / JOURNAL).unlink(missing_ok=True)
         return manifest
     if manifest or not all(map(is_unfinished, folder.iterdir())):

@@ -40,6 +40,7 @@ from jaxpipe.data.prepare.rows import (
     read_parquet,
 )
 
+_BLANKS = re.compile(r"[ \t\n\r]*")
 _NOT_JSON = re.compile(rb"NaN|Infinity")  # Python writes these values, but JSON has none of them
 
 
@@ -170,7 +171,7 @@ def _begins_with_bracket(path: Path) -> bool:
 
 def _read_elements(part: FilePart, _: RecordConverter) -> Iterator[Item]:
     """Yield the elements of a file that is one JSON array."""
-    for element, size, _ in _read_array(part):
+    for element, size, _line in _read_array(part):
         yield partial(_parse_json, element), size
 
 
@@ -183,24 +184,29 @@ def _read_array(part: FilePart) -> Iterator[tuple[bytes, int, int]]:
     line, before = 1, 0
     try:
         text = content.decode("utf-8-sig")
-        skip, scan = re.compile(r"[ \t\n\r]*").match, json.JSONDecoder().raw_decode
-        at = skip(text, skip(text).end() + 1).end()
+        scan = json.JSONDecoder().raw_decode
+        at = _skip_blanks(text, _skip_blanks(text, 0) + 1)
         more = not text.startswith("]", at)
         while more:
             line += text.count("\n", before, at)
             before, (_, end) = at, scan(text, at)
             share = part.size * end // len(text) - part.size * at // len(text)
             yield text[at:end].encode(), share, line
-            at = skip(text, end).end()
+            at = _skip_blanks(text, end)
             if more := text.startswith(",", at):
-                at = skip(text, at + 1).end()
-        if not text.startswith("]", at) or skip(text, at + 1).end() < len(text):
+                at = _skip_blanks(text, at + 1)
+        if not text.startswith("]", at) or _skip_blanks(text, at + 1) < len(text):
             raise ValueError("the array does not end behind this element")
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{part.path} is no array of JSON from line {line} on ({first_line(error)}): correct "
             f"it."
         ) from error
+
+
+def _skip_blanks(text: str, at: int) -> int:
+    blanks = _BLANKS.match(text, at)
+    return blanks.end() if blanks else at
 
 
 def _read_plain_lines(part: FilePart) -> Iterator[tuple[bytes, int]]:
@@ -226,7 +232,7 @@ def _read_whole_lines(path: Path) -> Iterator[tuple[bytes, int]]:
 
 def _read_table(delimiter: str, part: FilePart, _: RecordConverter) -> Iterator[Item]:
     """Yield the rows of CSV or TSV, whose first row names the columns; all values are text."""
-    for load, size, _ in _read_cells(delimiter, part):
+    for load, size, _line in _read_cells(delimiter, part):
         yield load, size
 
 

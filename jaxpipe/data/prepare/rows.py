@@ -184,7 +184,7 @@ def _choose_columns(records: RecordConverter, schema: Any, path: str) -> list[st
     weights = [name for name in names if name in WEIGHTS]
     if field:
         top, *inner = [field] if field in names else field.split(".")
-        column = schema.field(top) if top in names else None
+        column: Any = schema.field(top) if top in names else None
         for name in inner:  # fields of nested structs
             kind = column and column.type
             index = kind.get_field_index(name) if hasattr(kind, "get_field_index") else -1

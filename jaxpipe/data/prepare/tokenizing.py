@@ -27,8 +27,13 @@ _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 class Tokenizer(Protocol):
     """Converts text to ids and back."""
 
-    vocab_size: int
-    prefix: tuple[int, ...]  # ids that it puts before a text by itself
+    @property
+    def vocab_size(self) -> int:
+        """The largest id plus one."""
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """Ids that it puts before a text by itself."""
 
     def encode(self, documents: Sequence[Passages]) -> list["EncodedDocument"]:
         """Encode each document, without special tokens at its start or end.
@@ -100,17 +105,18 @@ class FileTokenizer:
         """Encode each document, without the tokenizer's special tokens at its start or end."""
         texts = ["".join(text for text, _ in passages) for passages in documents]
         kinds = [{counted for _, counted in passages} for passages in documents]
-        unsure = {n for n, counts in enumerate(kinds) if len(counts) > 1 and self._widths is None}
+        mixed = {number for number, counts in enumerate(kinds) if len(counts) > 1}
+        widths = self._widths if mixed else None
+        unsure = mixed if widths is None else set()
         sure = [number for number in range(len(texts)) if number not in unsure]
         encoded: dict[int, EncodedDocument] = {}
         for number, ids in zip(sure, self._ids([texts[number] for number in sure])):
-            if len(kinds[number]) > 1:
-                counted = loss_mask_by_bytes(ids, self._widths, documents[number])
-            else:
-                counted = np.full(len(ids), True in kinds[number])
-            encoded[number] = EncodedDocument(ids, counted)
-        unsure |= {number for number, one in encoded.items() if one.counted is None}
-        numbers = sorted(unsure)
+            counted: np.ndarray | None = np.full(len(ids), True in kinds[number])
+            if number in mixed and widths is not None:
+                counted = loss_mask_by_bytes(ids, widths, documents[number])
+            if counted is not None:
+                encoded[number] = EncodedDocument(ids, counted)
+        numbers = [number for number in range(len(texts)) if number not in encoded]
         places = self.tokenizer.encode_batch([texts[n] for n in numbers], add_special_tokens=False)
         for number, encoding in zip(numbers, places):
             counted = loss_mask_by_offsets(encoding, documents[number])
@@ -195,14 +201,14 @@ def describe_tokenizer(
     Raises `ConfigError` where there is no such token.
     """
     if files.is_bytes:
-        digest, named = BYTES, "\0"
+        digest, ending = BYTES, [eod or "\0"]
     else:
         tokens = read_tokens(files)
         state = hashlib.blake2b(files.contents[TOKENIZER], digest_size=16)
         if tokens.added:
             state.update(msgspec.json.encode(tokens.added))
-        digest, named = state.hexdigest(), tokens.named.get("eos_token")
-    ending = [eod] if eod else [named] if named else _EOS_NAMES
+        named = eod or tokens.named.get("eos_token")
+        digest, ending = state.hexdigest(), [named] if named else list(_EOS_NAMES)
 
     def find(option: str, names: Sequence[str], what: str) -> int:
         numbers = (_id_of(tokenizer, one) for one in names)

@@ -51,7 +51,8 @@ def _iterate_results(
     """Keep all workers busy until there are no more jobs."""
     busy = [line for line in lines if _send_job(line, jobs)]
     while busy:
-        for line in connection.wait(busy):
+        ready = connection.wait(busy)
+        for line in [line for line in busy if line in ready]:
             try:
                 kind, value = line.recv()
             except EOFError as error:

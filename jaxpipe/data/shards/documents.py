@@ -21,12 +21,29 @@ from jaxpipe.config import ConfigError
 class TokenShard(Protocol):
     """A file of documents; a file without document boundaries is one document."""
 
-    path: Path
-    size: int  # tokens
-    digest: str
-    whole_digest: Callable[[], str] | None  # digest of all bytes, where `digest` covers a sample
-    vouched: bool  # whether its ids are known to be in the vocabulary
-    masked: bool  # whether it has a loss mask
+    @property
+    def path(self) -> Path:
+        """Path of the file."""
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+
+    @property
+    def digest(self) -> str:
+        """A digest of the content."""
+
+    @property
+    def whole_digest(self) -> Callable[[], str] | None:
+        """What computes a digest of all bytes, where `digest` covers a sample; else None."""
+
+    @property
+    def vouched(self) -> bool:
+        """Whether its ids are known to be in the vocabulary."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether it has a loss mask."""
 
     def lengths(self) -> np.ndarray:
         """Return the tokens of every document, integers `[documents]`."""
@@ -117,11 +134,9 @@ class ShardedDocuments:
             return None
         return np.concatenate([np.ones(n, bool) if c is None else c for c, n in parts])
 
-    def row(self, name: str, index: int) -> np.ndarray:
-        """Return the values beside a document's tokens (`beside`), float32 `[tokens]`."""
-        window = self._within(*self._window(index, 0, None))
-        parts = [shard.beside(name).read(first, last) for shard, first, last in window]
-        return np.concatenate(parts)
+    def in_shards(self, index: int) -> list[tuple[TokenShard, int, int]]:
+        """Return the shards with a part of a document, each with the range of tokens there."""
+        return self._within(*self._window(index, 0, None))
 
     def split(
         self, fraction: float, together: int = 1
@@ -175,9 +190,8 @@ class ShardedDocuments:
             own += ends[at]
             at += len(part)
         first = int(np.searchsorted(ends, self.begin, side="right")) - 1
-        ends = ends[first : int(np.searchsorted(ends, self.end)) + 1]
-        if len(ends) < len(ends.base) // 2:
-            ends = ends.copy()
+        within = ends[first : int(np.searchsorted(ends, self.end)) + 1]
+        ends = within.copy() if len(within) < len(ends) // 2 else within
         np.clip(ends, self.begin, self.end, out=ends)
         ends -= self.begin
         empty = ends[1:] == ends[:-1]

@@ -85,10 +85,6 @@ class IndexedShard:
         """The loss mask: one bit per token, packed into uint8."""
         return IdFile(self.path.with_suffix(".mask"), np.dtype("u1"), 0, -(-self.size // 8))
 
-    def beside(self, name: str) -> IdFile:
-        """Float32 values beside the tokens, one for each, in a file `NAME.<name>`."""
-        return IdFile(self.path.with_suffix(f".{name}"), np.dtype("<f4"), 0, self.size)
-
     def lengths(self) -> np.ndarray:
         """Return the tokens of every document, integers `[documents]`."""
         index = self.index

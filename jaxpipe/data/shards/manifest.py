@@ -68,7 +68,16 @@ class FolderManifest(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[ShardEntry, ...]
 
 
-def read_manifest(folder: Path) -> FolderManifest | None:
+def read_manifest(folder: Path) -> FolderManifest:
+    """Return the manifest of a folder; raises `ConfigError` as `find_manifest`, or without one."""
+    if manifest := find_manifest(folder):
+        return manifest
+    raise ConfigError(
+        f"{folder} has no {MANIFEST}: give a folder that `python -m jaxpipe.data prepare` wrote."
+    )
+
+
+def find_manifest(folder: Path) -> FolderManifest | None:
     """Return the manifest of a folder, or None where the folder was never prepared.
 
     Raises `ConfigError` for a folder whose preparation is incomplete, and for a faulty manifest.

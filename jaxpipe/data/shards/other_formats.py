@@ -146,7 +146,8 @@ def open_fast_llm(path: Path) -> BareShard:
         ends = np.fromfile(path, "<i8", documents + 1, offset=at)
         if len(ends) <= documents or ends[0] or ends[-1] != ids.size or (np.diff(ends) < 0).any():
             raise ValueError("its documents do not fit its tokens")
-        counts, ranges = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
+        counts: np.ndarray = np.zeros(0, np.int64)
+        ranges: np.ndarray = np.zeros((0, 2), np.int64)
         if masked:
             at = _check_marks(path, spans, b"range")
             ranges = np.fromfile(path, "<i4", 2 * spans["num_ranges"], offset=at).reshape(-1, 2)

@@ -81,7 +81,8 @@ class ParquetShard:
         """Return which of these tokens count in the loss, bool `[end - begin]`; None: all."""
         if not self.masked:
             return None
-        return np.concatenate([group.counted[part] for group, part in self._within(begin, end)])
+        parts = ((group.counted, part) for group, part in self._within(begin, end))
+        return np.concatenate([counted[part] for counted, part in parts if counted is not None])
 
     def _within(self, begin: int, end: int) -> Iterator[tuple[RowGroupTokens, slice]]:
         """Yield the row groups that overlap a range of tokens, and the range in each group."""

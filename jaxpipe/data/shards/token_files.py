@@ -11,7 +11,7 @@ from jaxpipe.config import ConfigError
 from jaxpipe.data.prepare.input_files import is_compressed, unpacked_suffix
 from jaxpipe.data.shards.documents import ShardedDocuments, TokenShard, check_ids
 from jaxpipe.data.shards.indexed import Index, IndexedShard, describe_size_fault, open_indexed
-from jaxpipe.data.shards.manifest import JOURNAL, MANIFEST, FolderManifest, read_manifest
+from jaxpipe.data.shards.manifest import JOURNAL, MANIFEST, FolderManifest, find_manifest
 from jaxpipe.data.shards.other_formats import (
     FAST_LLM,
     index_version,
@@ -44,7 +44,7 @@ def open_documents(
     tokenizers: dict[str, Path] = {}
     files: list[Path] = []  # token files outside prepared folders
     for source in _find_inputs(path):
-        manifest = read_manifest(source) if source.is_dir() else None
+        manifest = find_manifest(source) if source.is_dir() else None
         if manifest:
             shards += _open_prepared(source, manifest, vocab_size)
             tokenizers[manifest.tokenizer.digest] = source

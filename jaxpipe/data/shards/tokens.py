@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxpipe.config import ConfigError
 from jaxpipe.data.prepare.input_files import find_magic
-from jaxpipe.data.shards.documents import check_ids
+from jaxpipe.data.shards.documents import TokenShard, check_ids
 from jaxpipe.runtime.storage.errors import describe
 
 FULL_DIGEST_BYTES = (
@@ -140,6 +140,11 @@ class Sidecar(msgspec.Struct, frozen=True):
     """Content of `NAME.json`, which gives the dtype of a bare file; other fields are ignored."""
 
     dtype: Literal["uint8", "uint16", "uint32", "uint64"]
+
+
+def values_beside(shard: TokenShard, name: str) -> IdFile:
+    """Float32 values beside a shard's tokens, one for each, in a file `NAME.<name>`."""
+    return IdFile(shard.path.with_suffix(f".{name}"), np.dtype("<f4"), 0, shard.size)
 
 
 def open_tokens(path: Path, vocab_size: int, *, full_digest: bool) -> BareShard:
