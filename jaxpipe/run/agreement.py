@@ -79,7 +79,10 @@ def results_of(plan: RunPlan, data: RunData) -> dict[str, str]:
 
 def _describe_files(package: str) -> str:
     """Where a package is imported from, and what changes there if a file is edited."""
-    folder = Path(find_spec(package.replace("-", ".")).origin).parent
+    spec = find_spec(package.replace("-", "."))
+    origin = spec and spec.origin
+    assert origin  # of a package that is installed
+    folder = Path(origin).parent
     stats = [path.stat() for path in folder.rglob("*.py")]
     newest = max((stat.st_mtime_ns for stat in stats), default=0)
     return f"{folder} {len(stats)} {sum(stat.st_size for stat in stats)} {newest}"

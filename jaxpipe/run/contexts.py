@@ -195,8 +195,11 @@ def open_loop(training: Training, files: Files, step: int) -> Iterator[TrainLoop
             guard = WriteGuard(progress.say)
             note_start(config, step, guard)
             shown_on = open_loggers(config, step, guard)
-            how = {"loggers": shown_on, "guard": guard, "check_owner": files.owner.check_again}
-            log = stack.enter_context(MetricsLog(files.directory, last_step=step, **how))
+            log = MetricsLog(
+                files.directory, last_step=step, loggers=shown_on, guard=guard,
+                check_owner=files.owner.check_again,
+            )  # fmt: skip
+            stack.enter_context(log)
         exports = stack.enter_context(Exports(config, progress.say))
         tasks = None
         if config.train.evaluate_every:

@@ -88,9 +88,9 @@ class CorruptionCheck:
         trainer = self._trainer_of(order)
         how = trainer.state_shardings
         inputs = state.params, batch, state.variables, state.guard.loss_scale
-        shardings = how.params, trainer.sharder.sharding, how.variables, how.guard.loss_scale
         if order:
-            shardings = (shardings[0], {name: shardings[1] for name in batch}, *shardings[2:])
+            rows = dict.fromkeys(batch, trainer.sharder.sharding)
+            shardings = how.params, rows, how.variables, how.guard.loss_scale
             inputs = jax.device_put(inputs, shardings)
         if order not in self._compiled:
             self._compiled[order], took = compile_timed(gradient_program(trainer), *inputs)
@@ -119,11 +119,10 @@ class CorruptionCheck:
             return "no two of three devices agree, so none of them is named"
         names = []
         for device in wrong:
-            (at,) = [i for i, of in np.ndenumerate(mesh.devices) if of.id == device]
-            axes = zip(mesh.axis_names, at, mesh.devices.shape)
+            (found,) = [of for of in np.ndenumerate(mesh.devices) if of[1].id == device]
+            axes = zip(mesh.axis_names, found[0], mesh.devices.shape)
             place = " ".join(f"{name}={i}" for name, i, size in axes if size > 1)
-            process = mesh.devices[at].process_index
-            names.append(f"device {device} (process {process}, {place})")
+            names.append(f"device {device} (process {found[1].process_index}, {place})")
         listed = " or ".join(names)
         return f"{listed} computes wrong numbers, which two others contradict"
 
@@ -132,7 +131,7 @@ class CorruptionCheck:
     ) -> None:
         """Write the shards that this process has, and on process 0 the report."""
         folder.mkdir(parents=True, exist_ok=True)
-        shards = dict(_shards("batch", batch))
+        shards: dict[str, Any] = dict(_shards("batch", batch))
         for order, run in enumerate(runs):
             shards |= dict(_shards(f"gradients-{order}", run.gradients))
         with (folder / f"process-{jax.process_index()}.npz").open("wb") as file:

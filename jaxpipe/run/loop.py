@@ -105,7 +105,8 @@ class TrainLoop:
         batches = self.data.train.batches(seen.position, **trainer.sharder.sizes)
         if isinstance(batches, ReadAhead):
             batches.kept = PROGRAMS * train.fused_steps
-        unread, spent, ran = UnreadSteps(), {}, set()
+        unread, ran = UnreadSteps(), set[int]()
+        spent: dict[str, float] = {}
         meter = BubbleMeter(trainer, self.steps, self.progress.say, self.stragglers.note_ticks)
         was_interrupted = True  # whether something else happened since the last program
         with contextlib.closing(batches):
@@ -142,7 +143,7 @@ class TrainLoop:
                 window.turn(step)
                 failure = failure_of(batches, train.steps - step)
                 code = _stop_code(received, failure, seen)
-                evaluates = self._evaluates_at(step) or self._runs_tasks_at(step)
+                evaluates = self._evaluates_at(step) or self._tasks_at(step)
                 saves = self._saves_due(step, code)
                 if not (evaluates or saves):
                     continue
@@ -171,9 +172,11 @@ class TrainLoop:
         train = self.trainer.config.train
         return bool(train.eval_every) and (step % train.eval_every == 0 or step == train.steps)
 
-    def _runs_tasks_at(self, step: int) -> bool:
+    def _tasks_at(self, step: int) -> Callable[[State], dict[str, float]] | None:
+        """The tasks, if they are evaluated after this step."""
         train = self.trainer.config.train
-        return bool(self.tasks) and (step % train.evaluate_every == 0 or step == train.steps)
+        due = self.tasks and (step % train.evaluate_every == 0 or step == train.steps)
+        return self.tasks if due else None
 
     def _saves_due(self, step: int, code: int) -> list[Callable[[int, State, DataPosition], None]]:
         """What saves a step, after which the run stops if there is an exit code."""
@@ -208,10 +211,10 @@ class TrainLoop:
             if self._evaluates_at(dispatched.step) and not stops:
                 with _timed(values, "eval_seconds"):
                     values["eval_loss"] = self._or_save(dispatched, state, self._heldout_loss)
-            if self._runs_tasks_at(dispatched.step) and not stops:
+            if (tasks := self._tasks_at(dispatched.step)) and not stops:
                 position.enter("tasks", dispatched.step)
                 with _timed(values, "evaluate_seconds"):
-                    values |= self._or_save(dispatched, state, self.tasks)
+                    values |= self._or_save(dispatched, state, tasks)
             if self.log:
                 taken = {f"start_{phase}_seconds": seconds for phase, seconds in start.items()}
                 self.log.write(dispatched.step, values | taken)

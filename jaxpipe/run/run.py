@@ -17,6 +17,7 @@ The order of the start, and its reasons:
 
 import contextlib
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from jaxpipe.config import Config, ConfigError
@@ -85,8 +86,13 @@ class Run:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> bool | None:
-        return self._stack.__exit__(*error)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return self._stack.__exit__(kind, error, traceback)
 
     def restore(self) -> "tuple[State, DataPosition]":
         """The state and the data position to continue from (`start.start`); logs the start."""

@@ -69,10 +69,10 @@ class BubbleMeter:
         results: list[tuple[State, dict[str, Any]]] = []
         try:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                _, events = recorded(lambda: _keep(results, step(state, batch)), Path(folder))
+                _, found = recorded(lambda: _keep(results, step(state, batch)), Path(folder))
                 if several and not self._steps.fused.are_one_overlap(results[0][1]):
                     return results[0]  # its ticks are not those of the schedule
-                events = list(events)
+                events = list(found)
                 by_replica = {r: ticks(pipeline, events, r) for r in local_replicas(pipeline)}
                 bubbles = rank_bubbles(next(iter(by_replica.values())))
                 if not several:
@@ -84,7 +84,7 @@ class BubbleMeter:
         state, metrics = results[0]
         both = {"bubble": fmean(bubbles.values()), "bubble_predicted": self._predicted(pipeline)}
         if several:
-            both = {name: np.full(len(numbers), value) for name, value in both.items()}
+            return state, metrics | {name: np.full(len(numbers), of) for name, of in both.items()}
         return state, metrics | both
 
     def _predicted(self, pipeline: Pipeline) -> float:

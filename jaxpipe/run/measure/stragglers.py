@@ -144,9 +144,7 @@ class Stragglers:
             worst = find_process(windows, lambda process, late: self._cost(process, late, seconds))
             series["lost_seconds"] = worst.lost
             self._tell(self._host, worst, seconds, step - windows[0].steps + 1, step)
-        measured = {
-            tuple(map(int, at.split("/"))): of for each in windows for at, of in each.ops.items()
-        }
+        measured = {_place(at): of for each in windows for at, of in each.ops.items()}
         if len(measured) == self._columns.size:
             costs = self._replay.lost_times(measured)
             lost_by_rank = np.zeros(len(self._columns))
@@ -183,3 +181,9 @@ class Stragglers:
         trainer = self._trainer
         grid, costs = recorded_grid(trainer.pipeline), trainer.plan.costs
         return MeasuredScan(trainer.schedule, trainer.execution.lockstep, grid, costs)
+
+
+def _place(text: str) -> tuple[int, int]:
+    """Pipeline rank and replica, from "rank/replica"."""
+    rank, _, replica = text.partition("/")
+    return int(rank), int(replica)

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections.abc import Mapping
 from datetime import timedelta
 
 from rich.console import Console, RenderableType
@@ -30,8 +31,10 @@ class Progress:
     ):
         self._steps = steps
         self._every = config.every
-        plain = {"highlight": False, "markup": False, "emoji": False}  # "[" may be in a path
-        self._console = console or _Output(soft_wrap=True, quiet=silent, **plain)
+        self._console = console or _Output(
+            soft_wrap=True, quiet=silent, highlight=False, emoji=False,
+            markup=False,  # "[" may be in a path
+        )  # fmt: skip
         self._live = None
         if config.progress and self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=8)
@@ -60,16 +63,16 @@ class Progress:
 
         `first`: the step's time includes compilation, so it does not count for the ETA.
         """
+        numbers = _numbers(values)
         if not first:
-            self._seconds = _smoothed(self._seconds, values["step_seconds"])
-        targets = values["target_tokens"]
-        if math.isfinite(values["loss"]):
-            self._losses = _smoothed(self._losses, values["loss"] * targets)
+            self._seconds = _smoothed(self._seconds, numbers["step_seconds"])
+        loss, targets = numbers["loss"], numbers["target_tokens"]
+        if math.isfinite(loss):
+            self._losses = _smoothed(self._losses, loss * targets)
             self._targets = _smoothed(self._targets, targets)
-        shown = values
-        if self._targets is not None:
-            shown = values | {"smoothed_loss": self._losses / self._targets}
-        line = describe(step, self._steps, shown, self._seconds)
+        if self._losses is not None and self._targets is not None:
+            numbers["smoothed_loss"] = self._losses / self._targets
+        line = describe(step, self._steps, numbers, self._seconds)
         if self._live:
             self._live.update(Text(line, overflow="ellipsis", no_wrap=True))
         elif step % self._every == 0 or step == self._steps or "eval_loss" in values:
@@ -111,7 +114,13 @@ _LOGGED_ONLY = {  # not shown, to keep the line short
 }  # fmt: skip
 
 
-def describe(step: int, steps: int, values: dict[str, MetricValue], seconds: float | None) -> str:
+def _numbers(values: Mapping[str, MetricValue]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if not isinstance(value, list)}
+
+
+def describe(
+    step: int, steps: int, values: Mapping[str, MetricValue], seconds: float | None
+) -> str:
     """Format one step as a line; `seconds` is the smoothed time of a step, None: not yet known.
 
     Scalar metrics that layers return are shown by name; lists are omitted.
@@ -119,14 +128,14 @@ def describe(step: int, steps: int, values: dict[str, MetricValue], seconds: flo
     >>> describe(5, 10, {"loss": 2.5, "grad_norm": 1, "lr": 1e-3, "step_seconds": 0.5}, 2.0)
     'step 5/10  loss 2.5000  grad_norm 1.000  lr 1.00e-03  0.500 s/step  ETA 0:00:10'
     """
-    parts = [f"step {step}/{steps}"]
-    parts += [form.format(values[name]) for name, form in _FORMS.items() if name in values]
-    if _MEMORY in values:
-        parts.append(f"memory {values[_MEMORY] / 2**30:.1f} GiB")
+    parts, numbers = [f"step {step}/{steps}"], _numbers(values)
+    parts += [form.format(numbers[name]) for name, form in _FORMS.items() if name in numbers]
+    if _MEMORY in numbers:
+        parts.append(f"memory {numbers[_MEMORY] / 2**30:.1f} GiB")
     parts += [
         f"{name} {value:.4g}"
-        for name, value in values.items()
-        if name not in {*_FORMS, _MEMORY, *_LOGGED_ONLY} and not isinstance(value, list)
+        for name, value in numbers.items()
+        if name not in {*_FORMS, _MEMORY, *_LOGGED_ONLY}
     ]
     if seconds is not None:
         parts.append(f"ETA {timedelta(seconds=round(seconds * (steps - step)))}")

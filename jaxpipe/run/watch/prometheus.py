@@ -27,9 +27,7 @@ class Prometheus:
         self.name = f"Prometheus at port {port}"
         self._run = Path(config.run.dir).resolve().name
         self._registry, self._gauges = CollectorRegistry(), dict[str, Gauge]()
-        handler = MetricsHandler.factory(self._registry)
-        handler.timeout = _SECONDS
-        self._server = BoundedServer(port, handler, _THREADS)
+        self._server = BoundedServer(port, _Handler.factory(self._registry), _THREADS)
 
     def show(self, step: int, values: Shown) -> None:
         """Serve one step's scalars from now on."""
@@ -52,3 +50,7 @@ class Prometheus:
             about, labels = f"{name} of the newest step", ["run", *labels]
             self._gauges[name] = Gauge(safe, about, labels, registry=self._registry)
         return self._gauges[name]
+
+
+class _Handler(MetricsHandler):
+    timeout = _SECONDS

@@ -16,7 +16,7 @@ class _Panel(NamedTuple):
 
     title: str
     metrics: tuple[str, ...]
-    index: str = "process"
+    counted: str = "process"
 
 
 _PANELS = (
@@ -59,9 +59,10 @@ def report_data(directory: AnyPath) -> dict[str, Any]:
         for panel, series in zip(_PANELS, found):
             for metric in panel.metrics:
                 value = record.get(metric)
-                several = isinstance(value, list)
-                for index, number in enumerate(value if several else [value]):
-                    label = f"{panel.index} {index}" if several else metric
+                labelled = {metric: value}
+                if isinstance(value, list):
+                    labelled = {f"{panel.counted} {i}": number for i, number in enumerate(value)}
+                for label, number in labelled.items():
                     if number is not None:
                         series.setdefault(label, []).append([last, number])
     panels = [

@@ -119,13 +119,13 @@ def _step(directory: AnyPath) -> Iterator[str]:
     if not newest:
         yield "no step is logged"
         return
-    step, loss, seconds = map(newest.get, ("step", "loss", "step_seconds"))
+    step, loss, seconds = newest["step"], newest.get("loss"), newest.get("step_seconds") or 0.0
     words = "not finite" if loss is None else f"{loss:.4f}"
-    line = f"step {step}: loss {words}, {seconds or 0.0:.3f} s a step"
+    line = f"step {step}: loss {words}, {seconds:.3f} s a step"
     if tokens := newest.get("tokens_seen"):
         line += f", {tokens:,} tokens so far"
     if total := _steps_of(directory):
-        left = timedelta(seconds=round((seconds or 0.0) * max(total - step, 0)))
+        left = timedelta(seconds=round(seconds * max(total - step, 0)))
         line += f", {total} steps in all: about {left} to go" if step < total else ", the last"
     yield line
 

@@ -75,12 +75,15 @@ class FusedSteps:
         """Number of steps in the program."""
         return self.trainer.config.train.fused_steps
 
+    @property
+    def overlap(self) -> bool:
+        """Whether steps overlap: not if every stage is on two pipeline ranks."""
+        return self.trainer.schedule.placement.mirrored_from is None
+
     @cached_property
-    def pipeline(self) -> Pipeline | None:
-        """The pipeline of the overlapping steps; None if every stage is on two pipeline ranks."""
+    def pipeline(self) -> Pipeline:
+        """The pipeline of overlapping steps."""
         one = self.trainer.pipeline
-        if one.schedule.placement.mirrored_from is not None:
-            return None
         # The update of a stage already reduces its gradients over the replicas.
         how = replace(one.execution, overlap_sums=False)
         return replace(one, schedule=fuse_steps(one.schedule, self.count), execution=how)
@@ -93,7 +96,7 @@ class FusedSteps:
         that of N calls of `Trainer.train_step`, with metrics stacked, `[N]`; only `grad_norm` is
         summed in another order.
         """
-        return self.trainer.compiled(self._in_turn if self.pipeline is None else self._overlapping)
+        return self.trainer.compiled(self._overlapping if self.overlap else self._in_turn)
 
     def are_one_overlap(self, metrics: dict[str, jax.Array]) -> bool:
         """Whether no step but the last ended the overlap, from the metrics of a program."""
