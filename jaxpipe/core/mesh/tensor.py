@@ -64,6 +64,10 @@ class TensorParallel(OneDevice):
         """The sum over the devices."""
         return sum_over_devices(x, TP)
 
+    def joint_sum(self, x: jax.Array) -> jax.Array:
+        """The sum over the devices; the gradient is the sum of those of all devices, too."""
+        return copy_to_devices(sum_over_devices(x, TP), TP)
+
     def largest(self, x: jax.Array) -> jax.Array:
         """The elementwise maximum over the devices, without a gradient."""
         return lax.pmax(lax.stop_gradient(x), TP)
@@ -108,6 +112,10 @@ class VocabularyParallel(OneDevice):
     def total(self, x: jax.Array) -> jax.Array:
         """The sum over the devices."""
         return sum_over_devices(self.group.total(x), PP)
+
+    def joint_sum(self, x: jax.Array) -> jax.Array:
+        """The sum over the devices; the gradient is the sum of those of all devices, too."""
+        return copy_to_devices(sum_over_devices(self.group.joint_sum(x), PP), PP)
 
     def largest(self, x: jax.Array) -> jax.Array:
         """The elementwise maximum over the devices, without a gradient."""
