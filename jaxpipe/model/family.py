@@ -179,7 +179,8 @@ class ModelFamily:
       name: value of `model.family`.
       config: the class of `[model]`.
       presets: published models by name, with the fields of `config` that they fill.
-      model: "module:name" of a callable that returns a `Model`, with the arguments of `build`.
+      model: "module:name" of a callable that returns a `Model`, with the arguments of `build`; most
+        families are built of Llama's layers.
       huggingface: a module that implements `HuggingFace`, or one whose `FORMATS` do, one for each
         published architecture; "": there is none.
     """
@@ -187,7 +188,7 @@ class ModelFamily:
     name: str
     config: type[ModelConfig]
     presets: Mapping[str, Mapping[str, Any]]
-    model: str
+    model: str = "jaxpipe.model.families.llama.decoder:LlamaDecoder"
     huggingface: str = ""
 
     def build(self, config: ModelConfig, **options: Any) -> Model:

@@ -11,16 +11,20 @@ class HuggingFaceTensor(NamedTuple):
       name: the tensor's name after the prefix of its layer. With `{}` in it there is one tensor for
         every index of our first dim, which replaces `{}`; the other attributes then hold for each.
       transposed: whether the tensor's last two dims are ours exchanged.
-      part, parts: our parameter is part number `part` of `parts` equal parts of the tensor, which
-        lie along our last dim.
+      part: number of our parameter among those that share the tensor along our last dim, where
+        each is as wide as ours is.
       interleaved: whether these parts alternate, entry by entry, instead of following one another.
     """
 
     name: str
     transposed: bool = False
     part: int = 0
-    parts: int = 1
     interleaved: bool = False
+
+
+def fused(name: str, *paths: str) -> dict[str, HuggingFaceTensor]:
+    """The transposed tensor of that name holds the parameters at these paths, in this order."""
+    return {path: HuggingFaceTensor(name, transposed=True, part=i) for i, path in enumerate(paths)}
 
 
 class HuggingFace(Protocol):
@@ -91,22 +95,13 @@ class HuggingFace(Protocol):
         """
 
 
-# The class that transformers' AutoModelForCausalLM takes for a model_type.
+# The class that transformers' AutoModelForCausalLM takes for a model_type of another name.
 _BY_MODEL_TYPE = {
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
-    "gpt_oss": "GptOssForCausalLM",
-    "llama": "LlamaForCausalLM",
     "llama4": "Llama4ForConditionalGeneration",
     "llama4_text": "Llama4ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 # Endings of the names of tensors that are computed from config.json, in files of old versions.
 BUFFERS = "inv_freq", "position_ids", ".cos_cached", ".sin_cached", "causal_mask", ".masked_bias"
@@ -148,7 +143,7 @@ def architecture(theirs: Mapping[str, Any], known: Sequence[str]) -> str:
 
     Raises `ValueError` if it is not in `known`.
     """
-    names = theirs.get("architectures") or [_BY_MODEL_TYPE.get(str(theirs.get("model_type")))]
+    names = theirs.get("architectures") or [_class_of(str(theirs.get("model_type")), known)]
     names = [names] if isinstance(names, str) else names
     if names[0] not in known:
         some, last = ", ".join(known[:-1]), known[-1]
@@ -157,6 +152,12 @@ def architecture(theirs: Mapping[str, Any], known: Sequence[str]) -> str:
             f"can be imported: take a checkpoint of one of these."
         )
     return names[0]
+
+
+def _class_of(model_type: str, known: Sequence[str]) -> str | None:
+    """The class that transformers takes for a model_type: qwen3_moe is a Qwen3MoeForCausalLM."""
+    classes = {name.removesuffix("ForCausalLM").replace("_", "").lower(): name for name in known}
+    return _BY_MODEL_TYPE.get(model_type) or classes.get(model_type.replace("_", ""))
 
 
 def of_text(theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,6 +193,16 @@ def check_only(theirs: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]
             raise ValueError(
                 f"has {name}={theirs[name]!r} but this model has only {name}={values[0]!r}: take "
                 f"another checkpoint."
+            )
+
+
+def check_choices(model: Any, only: Mapping[str, Any], theirs: str) -> None:
+    """Raise `ValueError` with a sentence where a model has other values than those in `only`."""
+    for name, value in only.items():
+        if getattr(model, name) != value:
+            raise ValueError(
+                f"model.{name}={getattr(model, name)!r}, but {theirs} have only {value!r}: it "
+                f"cannot be exported."
             )
 
 

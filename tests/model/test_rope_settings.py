@@ -11,7 +11,7 @@ LONG = {
     "rope_short_factors": (1.0,) * 4, "rope_long_factors": (2.0,) * 4,
 }  # fmt: skip
 BROKEN = [
-    ({"head_dim": 9}, "the width of a head is 9 but rotary positions turn pairs"),
+    ({"head_dim": 9}, "the rotated width of a head is 9 but rotary positions turn pairs"),
     ({"rope_high_freq_factor": 0.5}, "rope_high_freq_factor=0.5 must be at least model.rope_low_"),
     (
         {"rope_scaling": "yarn", "rope_beta_fast": 0.5},

@@ -180,7 +180,7 @@ def test_load_rejects(overrides, message):
         (["train.loss_chunks=5"], "train.seq_len=32 must be a multiple of train.loss_chunks=5"),
         (["model.n_kv_heads=3"], "model.n_heads=4 must be a multiple of model.n_kv_heads=3"),
         (["model.d_model=66"], "model.d_model=66 must be a multiple of model.n_heads=4"),
-        (["model.head_dim=7"], "the width of a head is 7"),
+        (["model.head_dim=7"], "the rotated width of a head is 7"),
         (
             ["parallel.schedule=2f2b"],
             "parallel.schedule: unknown schedule '2f2b': Choose one of gpipe, 1f1b",

@@ -103,9 +103,9 @@ def _check_expressible(parameter: NamedParameter) -> None:
             f"{parameter.hf_tensor.name} holds all experts of a layer, and PEFT reads no adapters "
             f"of single experts there: export the merged model, without --adapters."
         )
-    if parameter.hf_tensor.parts > 1:
+    if parameter.widths:
         raise ConfigError(
-            f"{parameter.hf_tensor.name} holds {parameter.hf_tensor.parts} weights there, whose "
+            f"{parameter.hf_tensor.name} holds {len(parameter.widths)} weights there, whose "
             f"adapters PEFT cannot keep apart: export the merged model, without --adapters."
         )
 

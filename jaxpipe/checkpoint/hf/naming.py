@@ -28,6 +28,7 @@ class NamedParameter:
     shape: Shape  # jaxpipe's
     hf_tensor: HuggingFaceTensor  # with its full name
     indices: tuple[int, ...] = ()  # of the tensors along the first dim, if stacked; (): 0, 1, ...
+    widths: tuple[int, ...] = ()  # last dims of all parameters in its tensor; (): it is alone
 
     @property
     def is_variable(self) -> bool:
@@ -56,7 +57,7 @@ class NamedParameter:
     def hf_shape(self) -> Shape:
         """Shape of each Hugging Face tensor."""
         *others, last = self.shape[1:] if self.is_stacked else self.shape
-        last *= self.hf_tensor.parts
+        last = sum(self.widths) or last
         return (*others[:-1], last, others[-1]) if self.hf_tensor.transposed else (*others, last)
 
     @property
@@ -82,10 +83,10 @@ class NamedParameter:
 
     def _slice_tensor(self, tensor: np.ndarray) -> np.ndarray:
         fused = tensor.swapaxes(-1, -2) if self.hf_tensor.transposed else tensor
-        part, width = self.hf_tensor.part, self.shape[-1]
+        part = self.hf_tensor.part
         if self.hf_tensor.interleaved:
-            return fused[..., part :: self.hf_tensor.parts]
-        return fused[..., part * width :][..., :width]
+            return fused[..., part :: len(self.widths)]
+        return fused[..., sum(self.widths[:part]) :][..., : self.shape[-1]]
 
 
 def hf_format(model: ModelConfig) -> HuggingFace:
@@ -118,7 +119,21 @@ def list_parameters(model: ModelConfig, form: HuggingFace | None = None) -> list
             tensor = form.LAYER["/".join(path)]
             named_tensor = tensor._replace(name=form.PREFIX.format(i) + tensor.name)
             parameters.append(NamedParameter(("layers", str(i), *path), shape, named_tensor))
-    return parameters + _list_variables(model, form, built.functions.variables or {})
+    return _with_widths(parameters) + _list_variables(model, form, built.functions.variables or {})
+
+
+def _with_widths(parameters: list[NamedParameter]) -> list[NamedParameter]:
+    """The parameters with the widths of those that share a tensor."""
+    shared: dict[str, dict[int, int]] = {}
+    for parameter in parameters:
+        tensor = parameter.hf_tensor
+        shared.setdefault(tensor.name, {})[tensor.part] = parameter.shape[-1]
+
+    def widths(parameter: NamedParameter) -> tuple[int, ...]:
+        parts = shared[parameter.hf_tensor.name]
+        return tuple(parts[number] for number in sorted(parts)) if len(parts) > 1 else ()
+
+    return [replace(parameter, widths=widths(parameter)) for parameter in parameters]
 
 
 def _list_variables(model: ModelConfig, form: HuggingFace, variables: Tree) -> list[NamedParameter]:
@@ -157,7 +172,7 @@ def locate_parameters(
             choices = [_remove_prefix(form.BASE, choice) for choice in choices]
         return next((choice for choice in choices if choice.hf_names[0] in names), choices[0])
 
-    return [locate(parameter) for parameter in list_parameters(model, form)]
+    return _with_widths([locate(parameter) for parameter in list_parameters(model, form)])
 
 
 def _remove_prefix(base: str, parameter: NamedParameter) -> NamedParameter:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.core.contract.devices import OneDevice
+from jaxpipe.core.contract.devices import ONE_DEVICE, OneDevice
 from jaxpipe.core.contract.parameter import PP, TP, ParamSpec
 from jaxpipe.model.attention.keys import Cache
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
@@ -54,19 +54,24 @@ def scale(x: jax.Array, factor: float) -> jax.Array:
 class RMSNorm(nnx.Module):
     """x / rms(x) * (offset + scale) over the last dim (Zhang and Sennrich 2019).
 
-    The scale is stored without the `offset`, and both add up to 1 at the start.
+    The scale is stored without the `offset`, and both add up to 1 at the start. `devices` are those
+    that share x's last dim in equal parts.
     """
 
     def __init__(
-        self, name: str, size: int, eps: float, init: Init, leaf: ParamSpec, offset: float = 0.0
-    ):
+        self, name: str, size: int, eps: float, init: Init, leaf: ParamSpec, offset: float = 0.0,
+        devices: OneDevice = ONE_DEVICE,
+    ):  # fmt: skip
         self.scale = init(f"{name}/scale", (size,), 0.0 if offset else None, leaf)
-        self.eps, self.offset = eps, offset
+        self.eps, self.offset, self.devices = eps, offset, devices
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise `x [..., size]`."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        if self.devices.size > 1:
+            square = self.devices.joint_sum(square) / self.devices.size
+        normed = wide * jax.lax.rsqrt(square + self.eps)
         if self.offset:  # in 16 bits the sum would lose most of a small scale
             return (normed * (self.offset + broadcast_last(self.scale[...], wide))).astype(x.dtype)
         return normed.astype(x.dtype) * broadcast_last(self.scale[...], x)

@@ -64,7 +64,7 @@ class LatentAttention(nnx.Module):
         q_BLHK = self._heads(q_BLX, config.head_size)
         latent_BLR, key_BLP = jnp.split(latent_BLX, [config.kv_lora_rank], axis=-1)
         latent_BL1R = self.kv_norm(latent_BLR)[:, :, None]
-        key_BL1P = rotary(key_BLP[:, :, None], positions_BL, config, interleaved=True)
+        key_BL1P = rotary(key_BLP[:, :, None], positions_BL, config)
         q_BLHK = self._rotated_queries(q_BLHK, positions_BL)
         latents = Keys((latent_BL1R, key_BL1P), partial(self._expand, given.dot))
         if self._absorbs(given, q_BLHK.shape[1]):
@@ -125,7 +125,7 @@ class LatentAttention(nnx.Module):
         """Queries with rotated part, times `score_scale`, which attention's kernels do not have."""
         config = self.config
         query_BLHN, query_BLHP = jnp.split(q_BLHK, [config.qk_nope_head_dim], axis=-1)
-        query_BLHP = rotary(query_BLHP, positions_BL, config, interleaved=True)
+        query_BLHP = rotary(query_BLHP, positions_BL, config)
         return scale(_joined(query_BLHN, query_BLHP), config.score_scale)
 
     def _heads(self, x_BLX: jax.Array, width: int) -> jax.Array:

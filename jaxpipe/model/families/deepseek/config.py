@@ -1,7 +1,7 @@
 """Sizes and choices of a DeepSeek decoder, and the rules between them."""
 
 from collections.abc import Iterator
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -10,6 +10,7 @@ from jaxpipe.model.decoder_config import PositiveFloat
 from jaxpipe.model.family import Count, Positive
 from jaxpipe.model.layers.moe.config import NotNegative
 from jaxpipe.model.layers.rope.config import RotaryConfig
+from jaxpipe.model.variant import Variant
 
 PREDICTION = "prediction"  # the kind of the layer that predicts further tokens
 
@@ -36,6 +37,8 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
     # at each depth (DeepSeek-V3 report, equations 24 and 25)
     mtp_weight: NotNegative = 0.1
 
+    VARIANT: ClassVar[Variant] = Variant(rotates_neighbours=True)
+
     @property
     def head_size(self) -> int:
         """Width of a query or key head, both parts."""
@@ -45,6 +48,11 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
     def value_size(self) -> int:
         """Width of a head's values, and of its output."""
         return self.v_head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """Number of a head's dims that rotate, as `rotary` gets them."""
+        return self.qk_rope_head_dim
 
     def for_inference(self, *, dropless: bool = True) -> Self:
         """The same model without the prediction of further tokens; see `ModelConfig`."""
@@ -162,4 +170,4 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
             )
         yield from self.resolved().unequal_parts(tp)
         yield from self.broken_mixture_rules(tp)
-        yield from self.broken_rotary_rules(self.qk_rope_head_dim)
+        yield from self.broken_rotary_rules()

@@ -15,7 +15,6 @@ from jaxpipe.model.families.deepseek.attention import LatentAttention
 from jaxpipe.model.families.deepseek.config import PREDICTION, DeepseekConfig
 from jaxpipe.model.families.deepseek.prediction import Predicted, Predictions
 from jaxpipe.model.families.llama.decoder import LlamaDecoder
-from jaxpipe.model.families.llama.layers import LlamaLayer
 from jaxpipe.model.layers.moe.experts import PRODUCTS
 from jaxpipe.model.layers.moe.layer import KEEP
 from jaxpipe.model.layers.parts import Init
@@ -35,6 +34,7 @@ class DeepseekDecoder(LlamaDecoder):
     """
 
     config: DeepseekConfig
+    attention = LatentAttention
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ class DeepseekDecoder(LlamaDecoder):
         """Build a layer of a kind as a module."""
         if kind == PREDICTION:
             return Predictions(self.config, parts, init)
-        return LlamaLayer(kind, self.config, parts, init, LatentAttention)
+        return super().new_layer(kind, parts, init)
 
     def layer(
         self, params: Tree, x: jax.Array, context: Context, kind: str = "layer"

@@ -27,7 +27,11 @@ class Gemma3Config(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only
     logit_softcap: NotNegative = 0.0  # bound c: logits become c tanh(logit / c); 0: none
 
     VARIANT: ClassVar[Variant] = Variant(
-        "gelu_tanh", norm_offset=1.0, has_post_norms=True, scales_embedding=True
+        "gelu_tanh",
+        norm_offset=1.0,
+        has_post_norms=True,
+        scales_windows=False,
+        scales_embedding=True,
     )
 
     def resolved(self) -> Self:
@@ -47,10 +51,7 @@ class Gemma3Config(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only
     def of_kind(self, kind: str) -> Self:
         """The same configuration as layers of a kind read it: with their window and wavelengths."""
         own = super().of_kind(kind)
-        if not own.sliding_window:
-            return own
-        unscaled = {"rope_scaling": "linear", "rope_factor": 1.0}
-        return replace(own, rope_theta=self.rope_local_theta, **unscaled)
+        return replace(own, rope_theta=self.rope_local_theta) if own.sliding_window else own
 
 
 def _sizes(layers: int, width: int, heads: int, kv_heads: int, ffn: int, head: int) -> Preset:

@@ -5,7 +5,15 @@ from typing import Any, ClassVar
 
 from jaxpipe.model.families.gemma3.config import Gemma3Config
 from jaxpipe.model.families.llama.architectures.qwen3 import Qwen3Format
-from jaxpipe.model.families.llama.huggingface import FULL, LOCAL, Fields, LlamaFormat, Names
+from jaxpipe.model.families.llama.huggingface import (
+    FULL,
+    LOCAL,
+    Fields,
+    LlamaFormat,
+    Names,
+    choices,
+)
+from jaxpipe.model.layers.rope import huggingface as rope
 from jaxpipe.model.published import HuggingFaceTensor, of_text
 
 
@@ -29,13 +37,12 @@ class Gemma3Format(LlamaFormat):
         "query_pre_attn_scalar": 256, "sliding_window": 4096, "max_position_embeddings": 131072,
         "bos_token_id": 2, "eos_token_id": 1,
     }  # fmt: skip
-    CHOICES: ClassVar[Fields] = {"qk_norm": True, "qkv_bias": False, "n_experts": 0}
+    CHOICES: ClassVar[Fields] = choices("sliding_window", "global_every", qk_norm=True)
     ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "hidden_activation": ("gelu_pytorch_tanh",),
         "attention_bias": (False,),
         "attn_logit_softcapping": (None,),  # transformers would ignore it
         "use_bidirectional_attention": (False, None),
-        "partial_rotary_factor": (1, None),
     }
     READ: ClassVar[tuple[str, ...]] = (
         "final_logit_softcapping", "sliding_window_pattern", "vision_config", "boi_token_index",
@@ -51,19 +58,7 @@ class Gemma3Format(LlamaFormat):
 
         Version 5 has `rope_parameters` for each type of layer.
         """
-        theirs = of_text(theirs)
-        ropes = theirs.get("rope_parameters") or {}
-        local, full = ropes.get(LOCAL) or {}, ropes.get(FULL) or {}
-        if local.get("rope_type", "default") != "default":
-            raise ValueError(
-                f"scales the rotary positions of {LOCAL} (rope_type {local['rope_type']!r}) but "
-                f"this model scales only those of {FULL}: take another checkpoint."
-            )
-        own = {"rope_scaling": full, **{k: v for k, v in full.items() if k == "rope_theta"}}
-        if "rope_theta" in local:
-            own["rope_local_base_freq"] = local["rope_theta"]
-        without = {name: value for name, value in theirs.items() if name != "rope_parameters"}
-        return super().with_defaults(without | (own if ropes else {}))
+        return super().with_defaults(rope.of_layer_types(of_text(theirs), FULL, LOCAL))
 
     def own_expected(self, theirs: Fields) -> dict[str, Any]:
         """Windows, wavelengths of layers that have one, scale of scores, cap of logits."""

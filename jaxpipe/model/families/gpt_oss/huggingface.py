@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from jaxpipe.model.families.gpt_oss.config import GptOssConfig
 from jaxpipe.model.families.llama.architectures.qwen2 import Qwen2Format
-from jaxpipe.model.families.llama.huggingface import Fields, LlamaFormat, Names
+from jaxpipe.model.families.llama.huggingface import Fields, LlamaFormat, Names, choices
 from jaxpipe.model.layers.gated import CLAMP, SLOPE
 from jaxpipe.model.layers.moe import huggingface as experts
 from jaxpipe.model.published import HuggingFaceTensor
@@ -17,7 +17,7 @@ from jaxpipe.model.published import HuggingFaceTensor
 
 def _gate_up(name: str, part: int) -> HuggingFaceTensor:
     """Columns 0, 2, ... of the tensor are the gate's, the others those of up."""
-    return HuggingFaceTensor(f"mlp.experts.{name}", part=part, parts=2, interleaved=True)
+    return HuggingFaceTensor(f"mlp.experts.{name}", part=part, interleaved=True)
 
 
 _ROPE = {
@@ -51,13 +51,14 @@ class GptOssFormat(LlamaFormat):
         "num_experts_per_tok": 4, "rms_norm_eps": 1e-5, "sliding_window": 128,
         "rope_scaling": _ROPE,
     }  # fmt: skip
-    CHOICES: ClassVar[Fields] = {"qk_norm": False, "qkv_bias": True}
+    CHOICES: ClassVar[Fields] = choices(
+        "sliding_window", "global_every", "n_experts", qkv_bias=True
+    )
     ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "hidden_act": ("silu",),
         "attention_bias": (True,),
         "swiglu_alpha": (SLOPE,),
         "swiglu_limit": (CLAMP,),
-        "partial_rotary_factor": (1, None),
     }
     READ: ClassVar[tuple[str, ...]] = (
         "num_experts", "experts_per_token", "initial_context_length", *experts.READ,

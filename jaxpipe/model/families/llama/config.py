@@ -1,14 +1,16 @@
 """Sizes and choices of a Llama-style decoder, and the rules between them."""
 
 from collections.abc import Iterator
-from typing import Self
+from typing import Annotated, Self
 
+from msgspec import Meta
 from msgspec.structs import replace
 
 from jaxpipe.model.attention.case import AttentionCase
 from jaxpipe.model.family import Count, Positive
 from jaxpipe.model.layers.rope.config import RotaryConfig
 
+Share = Annotated[float, Meta(gt=0, le=1)]
 LOCAL = "local_"  # prefix of the kinds of layers that attend within the window, if others do not
 
 
@@ -20,7 +22,8 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
     # with a window, one layer in this many attends to all tokens instead; 0: no layer does
     global_every: Count = 0
     qkv_bias: bool = False  # biases on queries, keys and values (Qwen2.5)
-    qk_norm: bool = False  # RMSNorm on every query and key head (Qwen3)
+    qk_norm: bool = False  # RMSNorm on queries and keys, of each head (Qwen3) or all together
+    rotary_share: Share = 1.0  # share of a head's dims, from the first, that positions rotate
     tie_embeddings: bool = False  # the head is the transposed embedding
 
     @property
@@ -43,10 +46,22 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
         )
 
     def of_kind(self, kind: str) -> Self:
-        """The same configuration as layers of a kind read it: with their own window."""
-        if not self.global_every or kind.startswith(LOCAL):
+        """The same configuration as layers of a kind read it: their own window and wavelengths."""
+        if self.global_every and not kind.startswith(LOCAL):
+            return replace(self, sliding_window=0)
+        if self.VARIANT.scales_windows or not self.sliding_window:
             return self
-        return replace(self, sliding_window=0)
+        return replace(self, rope_scaling="linear", rope_factor=1.0)
+
+    @property
+    def rotary_size(self) -> int:
+        """Number of a head's dims that rotate."""
+        return int(self.head_size * self.rotary_share)
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether the layers of a configuration from `of_kind` rotate queries and keys."""
+        return True
 
     @property
     def key_heads(self) -> int:
@@ -77,9 +92,12 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
     def _vectors(self) -> int:
         """Number of parameters in norms, in sinks, and in the biases of attention."""
         d, k, variant = self.d_model, self.head_size, self.VARIANT
-        attention = 2 * k * self.qk_norm + k * (self.n_heads + 2 * self.n_kv_heads) * self.qkv_bias
+        normed = self.n_heads + self.n_kv_heads if variant.norms_span_heads else 2
+        attention = k * normed * self.qk_norm
+        attention += k * (self.n_heads + 2 * self.n_kv_heads) * self.qkv_bias
         attention += self.n_heads * variant.has_sinks + d * variant.has_out_bias
-        return self.n_layers * (attention + (4 if variant.has_post_norms else 2) * d) + d
+        norms = 2 * (variant.has_pre_norms + variant.has_post_norms)
+        return self.n_layers * (attention + norms * d) + d
 
     def flops_per_token(self, seq_len: int) -> int:
         """6 per matrix parameter and 12 H K S per layer, with S at most the layer's window.
@@ -115,6 +133,9 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
         `model.n_heads` must be a multiple of `model.n_kv_heads`.
 
         `model.global_every` needs a `model.sliding_window`.
+
+        `model.qk_norm` over all heads together needs `model.n_kv_heads` that are a multiple of
+        `parallel.tp`.
         """
         yield from self.unequal_parts(tp)
         yield from self.broken_mixture_rules(tp)
@@ -122,6 +143,12 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
             yield (
                 f"model.n_kv_heads={self.n_kv_heads} and parallel.tp={tp}: one must be a multiple "
                 f"of the other, so that each device has whole key/value heads, or a copy of one."
+            )
+        elif self.n_kv_heads % tp and self.qk_norm and self.VARIANT.norms_span_heads:
+            yield (
+                f"model.n_kv_heads={self.n_kv_heads} must be a multiple of parallel.tp={tp} in "
+                f"models of the family {self.family!r}, whose norms of keys are over all heads: "
+                f"lower parallel.tp."
             )
         if self.n_heads % self.n_kv_heads:
             yield (
@@ -133,4 +160,4 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
                 f"model.global_every={self.global_every} chooses layers without the window, but "
                 f"model.sliding_window=0 is none: give a window, or leave it out."
             )
-        yield from self.broken_rotary_rules(self.head_size)
+        yield from self.broken_rotary_rules()

@@ -1,8 +1,9 @@
 """A Llama-style decoder as pure functions."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -11,7 +12,7 @@ from jaxpipe.core.contract import Context, LayerOutput, StageFunctions
 from jaxpipe.core.contract.layer import Pair
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.families.llama.config import LlamaConfig
-from jaxpipe.model.families.llama.layers import LlamaEmbedHead, LlamaLayer
+from jaxpipe.model.families.llama.layers import LlamaAttention, LlamaEmbedHead, LlamaLayer
 from jaxpipe.model.layers.moe.balance import REAL, ROUTES, Balance
 from jaxpipe.model.layers.moe.config import is_sparse
 from jaxpipe.model.layers.moe.experts import PRODUCTS, exchange_in_turn
@@ -28,6 +29,7 @@ class LlamaDecoder(CausalDecoder):
     """A Llama-style decoder, with experts or without; positions rotate queries and keys."""
 
     config: LlamaConfig
+    attention: ClassVar[Callable[..., nnx.Module]] = LlamaAttention
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -37,7 +39,7 @@ class LlamaDecoder(CausalDecoder):
 
     def new_layer(self, kind: str, parts: LayerParts, init: Init) -> nnx.Module:
         """Build a layer of a kind as a module."""
-        return LlamaLayer(kind, self.config, parts, init)
+        return LlamaLayer(kind, self.config, parts, init, self.attention)
 
     def new_embed_head(self, parts: EmbedHeadParts, init: Init) -> nnx.Module:
         """Build embedding, final norm and head as a module."""

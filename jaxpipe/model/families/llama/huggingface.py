@@ -25,11 +25,24 @@ from jaxpipe.model.published import (
 FULL, LOCAL = "full_attention", "sliding_attention"  # entries of `layer_types`
 Names = Mapping[str, HuggingFaceTensor]
 Fields = Mapping[str, Any]
+_PLAIN: Fields = {
+    "qk_norm": False, "qkv_bias": False, "rotary_share": 1.0, "sliding_window": 0,
+    "global_every": 0, "n_experts": 0,
+}  # fmt: skip
+
+
+def choices(*free: str, **fixed: Any) -> Fields:
+    """The fields of `[model]` that one value describes in all models of an architecture.
+
+    They are those of a Llama 3, with the values in `fixed`, but for those that are `free`.
+    """
+    return {name: value for name, value in {**_PLAIN, **fixed}.items() if name not in free}
 
 
 _READ = (
     "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings",
-    "max_position_embeddings", "layer_types", "quantization_config", *rope.FIELDS,
+    "max_position_embeddings", "layer_types", "quantization_config", "partial_rotary_factor",
+    *rope.FIELDS,
 )  # fmt: skip
 
 
@@ -39,6 +52,8 @@ class LlamaFormat:
     Attributes:
       MODEL_TYPE: the name of the configuration's class.
       SIZES: sizes without defaults, by Hugging Face's names.
+      FIELDS: what else both name differently, by Hugging Face's names; `DEFAULTS` has all of them.
+      ROTARY_SHARE: default of `partial_rotary_factor`; None: the architecture has only 1.
       DEFAULTS: transformers' defaults of absent fields, where they differ from `_choices`.
       CHOICES: fields of `[model]` that have one value in all models of the architecture.
       ABSENT: features that the decoder lacks, and the values at which a checkpoint lacks them, too.
@@ -78,16 +93,15 @@ class LlamaFormat:
         "intermediate_size": "d_ff",
         "vocab_size": "vocab_size",
     }
+    FIELDS: ClassVar[Mapping[str, str]] = {}
+    ROTARY_SHARE: ClassVar[float | None] = None
     DEFAULTS: ClassVar[Fields] = {"bos_token_id": 1, "eos_token_id": 2}
-    CHOICES: ClassVar[Fields] = {
-        "qk_norm": False, "qkv_bias": False, "sliding_window": 0, "global_every": 0, "n_experts": 0
-    }  # fmt: skip
+    CHOICES: ClassVar[Fields] = choices()
     ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "hidden_act": ("silu",),
         "attention_bias": (False,),
         "mlp_bias": (False,),
         "use_sliding_window": (False,),
-        "partial_rotary_factor": (1, None),
     }
     WRITTEN: ClassVar[Fields] = {"hidden_act": "silu", "mlp_bias": False}
     READ: ClassVar[tuple[str, ...]] = ()
@@ -122,13 +136,23 @@ class LlamaFormat:
         theirs = self.with_defaults(theirs)
         check_quantised(theirs, self.QUANTISED)
         check_known(theirs, {*_READ, *self.SIZES, *self.DEFAULTS, *self.ABSENT, *self.READ})
-        own = self.own_expected(theirs)
-        partial = {"partial_rotary_factor": rope.rope_fields(theirs).get("partial_rotary_factor")}
-        check_only(partial | {**theirs}, self.ABSENT)
+        own = {ours: theirs[name] for name, ours in self.FIELDS.items()}
+        own |= self._rotary_share(theirs) | self.own_expected(theirs)
+        read = (*self.SIZES, *self.FIELDS)
+        check_only(theirs, {name: only for name, only in self.ABSENT.items() if name not in read})
         found = {**sizes(theirs, self.SIZES), **_choices(theirs), **self.CHOICES, **own}
         if not found.get("global_every"):
             _check_layers_alike(theirs, LOCAL if found["sliding_window"] else FULL)
         return found
+
+    def _rotary_share(self, theirs: Fields) -> dict[str, Any]:
+        """The field `rotary_share`, where the architecture has it."""
+        name = "partial_rotary_factor"
+        share = rope.rope_fields(theirs).get(name, theirs.get(name))
+        if self.ROTARY_SHARE is None:
+            check_only({name: share}, {name: (1, None)})
+            return {}
+        return {"rotary_share": share or self.ROTARY_SHARE}
 
     def own_expected(self, theirs: Fields) -> dict[str, Any]:
         """The fields of `[model]` that only this architecture reads from a config.json."""
@@ -170,20 +194,24 @@ class LlamaFormat:
         context. Raises `ValueError` with a sentence where the architecture cannot express the
         model.
         """
+        resolved, fields = model.resolved(), {**self.SIZES, **self.FIELDS}
+        if self.ROTARY_SHARE is not None:
+            fields["partial_rotary_factor"] = "rotary_share"
         return {
             "architectures": [self.ARCHITECTURES[0]],
             "model_type": self.MODEL_TYPE,
-            **{theirs: getattr(model, ours) for theirs, ours in self.SIZES.items()},
+            "attention_bias": False,
+            **{theirs: getattr(resolved, ours) for theirs, ours in fields.items()},
             "num_key_value_heads": model.n_kv_heads,
             "head_dim": model.head_size,
             "rms_norm_eps": model.norm_eps,
             **rope.written(model, max_positions),
             "max_position_embeddings": max_positions,
-            "attention_bias": False,
             "attention_dropout": 0.0,
             "tie_word_embeddings": model.tied,
             "bos_token_id": None,  # unknown; absent fields would mean the tokens of Llama 2
             "eos_token_id": None,
+            "pad_token_id": None,
             "torch_dtype": dtype,
             **self.WRITTEN,
             **self.own_written(model),

@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 
 from jaxpipe.core.contract import Aux, Context, LayerOutput
+from jaxpipe.core.contract.devices import ONE_DEVICE, OneDevice
 from jaxpipe.core.contract.parameter import ParamSpec
 from jaxpipe.model.attention.causal import append_cache
 from jaxpipe.model.attention.keys import Cache, Keys
@@ -63,7 +64,11 @@ class LlamaAttention(nnx.Module):
             self.bo = init("attn/bo", (d,), 0.0, parts.own(differs=devices.sequence))
         if config.VARIANT.has_sinks:
             self.sinks = init("attn/sinks", (config.n_heads,), 0.02, parts.cut(0))
-        if config.qk_norm:
+        if config.qk_norm and config.VARIANT.norms_span_heads:
+            for name, heads in ("q_norm", config.n_heads), ("k_norm", config.n_kv_heads):
+                norm = new_norm(f"attn/{name}", heads * k, config, init, parts.cut(0), devices)
+                setattr(self, name, norm)
+        elif config.qk_norm:
             norm = parts.own(differs=devices.size > 1)
             self.q_norm = new_norm("attn/q_norm", k, config, init, norm)
             self.k_norm = new_norm("attn/k_norm", k, config, init, norm)
@@ -85,8 +90,11 @@ class LlamaAttention(nnx.Module):
         if config.qkv_bias:
             biases = self.bq[...], self._own(self.bk[...]), self._own(self.bv[...])
             products = (y + broadcast_last(bias, y) for y, bias in zip(products, biases))
-        q_BLHK, k_BLGK, v_BLGK = map(heads, products)
-        if config.qk_norm:
+        q_BLX, k_BLX, v_BLX = products
+        if config.qk_norm and config.VARIANT.norms_span_heads:
+            q_BLX, k_BLX = self.q_norm(q_BLX), self.k_norm(k_BLX)
+        q_BLHK, k_BLGK, v_BLGK = heads(q_BLX), heads(k_BLX), heads(v_BLX)
+        if config.qk_norm and not config.VARIANT.norms_span_heads:
             q_BLHK, k_BLGK = self.q_norm(q_BLHK), self.k_norm(k_BLGK)
         q_BLHK, k_BLGK = self.place(q_BLHK, k_BLGK, positions_BL)
         given = given._replace(documents=self.limit(given.documents, positions_BL))
@@ -103,8 +111,9 @@ class LlamaAttention(nnx.Module):
         self, q_BLHK: jax.Array, k_BLGK: jax.Array, positions_BL: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return queries and keys at their positions, as scores are computed of them."""
-        q_BLHK = rotary(q_BLHK, positions_BL, self.config)
-        k_BLGK = rotary(k_BLGK, positions_BL, self.config)
+        if self.config.has_positions:
+            q_BLHK = rotary(q_BLHK, positions_BL, self.config)
+            k_BLGK = rotary(k_BLGK, positions_BL, self.config)
         return scale(q_BLHK, self.config.query_factor), k_BLGK
 
     def limit(self, documents: RowDocuments | None, positions_BL: jax.Array) -> RowDocuments | None:
@@ -144,9 +153,9 @@ class LlamaMLP(nnx.Module):
 
 
 class LlamaLayer(nnx.Module):
-    """Attention and MLP, or a mixture of experts, each behind a norm and added to the stream.
+    """Attention and MLP, or a mixture of experts, each added to the stream.
 
-    With `has_post_norms` what they return has a norm, too (Gemma 3).
+    What they read has a norm (Llama), what they return (OLMo 2), or both (Gemma 3).
     """
 
     def __init__(
@@ -154,11 +163,15 @@ class LlamaLayer(nnx.Module):
         attention: Callable[..., nnx.Module] = LlamaAttention,
     ):  # fmt: skip
         config = config.of_kind(kind)
-        names = "attn_norm", "mlp_norm"
-        names += ("attn_post_norm", "mlp_post_norm") if config.VARIANT.has_post_norms else ()
-        leaf = parts.own(differs=parts.devices.sequence)
-        for name in names:
-            setattr(self, name, new_norm(name, config.d_model, config, init, leaf))
+        leaf, variant = parts.own(differs=parts.devices.sequence), config.VARIANT
+
+        def norm(name: str, *, exists: bool) -> Callable[[jax.Array], jax.Array]:
+            return new_norm(name, config.d_model, config, init, leaf) if exists else _as_it_is
+
+        self.attn_norm = norm("attn_norm", exists=variant.has_pre_norms)
+        self.mlp_norm = norm("mlp_norm", exists=variant.has_pre_norms)
+        self.attn_post_norm = norm("attn_post_norm", exists=variant.has_post_norms)
+        self.mlp_post_norm = norm("mlp_post_norm", exists=variant.has_post_norms)
         self.attn = attention(config, parts, init)
         if is_sparse(kind):
             width = config.shared_experts * config.expert_width
@@ -166,29 +179,34 @@ class LlamaLayer(nnx.Module):
             self.moe = MixtureOfExperts(config, parts, init, shared)
         else:
             self.mlp = LlamaMLP("mlp", config.d_ff, config, parts, init)
-        self.is_sparse, self.has_post_norms = is_sparse(kind), config.VARIANT.has_post_norms
+        self.is_sparse = is_sparse(kind)
 
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, context: Context, given: LayerInputs
     ) -> LayerOutput:
         """`[B, L, D] -> [B, L, D]`, and with slices the keys and values up to the slice's end."""
         mixed_BLD, cache = self.attn(self.attn_norm(x_BLD), positions_BL, given)
-        if self.has_post_norms:
-            mixed_BLD = self.attn_post_norm(mixed_BLD)
-        x_BLD = x_BLD + given.masks.stream(mixed_BLD, "attention")
+        x_BLD = x_BLD + given.masks.stream(self.attn_post_norm(mixed_BLD), "attention")
         normed_BLD, aux = self.mlp_norm(x_BLD), Aux()
         if self.is_sparse:
             made_BLD, aux = self.moe(normed_BLD, context, given.dot)
         else:
             made_BLD = self.mlp(normed_BLD, given.dot)
-        if self.has_post_norms:
-            made_BLD = self.mlp_post_norm(made_BLD)
+        made_BLD = self.mlp_post_norm(made_BLD)
         return append_cache(x_BLD + given.masks.stream(made_BLD, "mlp"), cache, aux)
 
 
-def new_norm(name: str, size: int, config: RotaryConfig, init: Init, leaf: ParamSpec) -> RMSNorm:
+def _as_it_is(x_BLD: jax.Array) -> jax.Array:
+    """Stands for a norm that the architecture lacks."""
+    return x_BLD
+
+
+def new_norm(
+    name: str, size: int, config: RotaryConfig, init: Init, leaf: ParamSpec,
+    devices: OneDevice = ONE_DEVICE,
+) -> RMSNorm:  # fmt: skip
     """Build a norm of a model: `RMSNorm` with its epsilon and offset."""
-    return RMSNorm(name, size, config.norm_eps, init, leaf, config.VARIANT.norm_offset)
+    return RMSNorm(name, size, config.norm_eps, init, leaf, config.VARIANT.norm_offset, devices)
 
 
 class LlamaEmbedHead(nnx.Module):

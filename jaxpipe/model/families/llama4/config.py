@@ -31,7 +31,7 @@ class Llama4Config(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only
     norm_topk_prob: bool = False
     shared_experts: Count = 1
 
-    VARIANT: ClassVar[Variant] = Variant(weighs_inputs=True)
+    VARIANT: ClassVar[Variant] = Variant(rotates_neighbours=True, weighs_inputs=True)
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxpipe.model.families.llama.decoder import LlamaDecoder
-from jaxpipe.model.families.llama.layers import LlamaAttention, LlamaLayer
+from jaxpipe.model.families.llama.layers import LlamaAttention
 from jaxpipe.model.families.llama4.config import Llama4Config
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
-from jaxpipe.model.layers.parts import Init
 from jaxpipe.model.layers.rope.rotate import rotary
-from jaxpipe.model.options import LayerParts
 
 
 class Llama4Attention(LlamaAttention):
@@ -32,9 +29,7 @@ class Llama4Attention(LlamaAttention):
         """Rotate queries and keys and normalise them; without positions scale late queries."""
         config = self.config
         if config.has_positions:
-            q_BLHK, k_BLGK = (
-                rotary(x, positions_BL, config, interleaved=True) for x in (q_BLHK, k_BLGK)
-            )
+            q_BLHK, k_BLGK = (rotary(x, positions_BL, config) for x in (q_BLHK, k_BLGK))
             if config.qk_l2_norm:
                 q_BLHK, k_BLGK = (_normalise(x, config.norm_eps) for x in (q_BLHK, k_BLGK))
         elif config.temperature_scale:
@@ -67,7 +62,4 @@ class Llama4Decoder(LlamaDecoder):
     """A Llama-style decoder whose layers have `Llama4Attention`."""
 
     config: Llama4Config
-
-    def new_layer(self, kind: str, parts: LayerParts, init: Init) -> nnx.Module:
-        """Build a layer of a kind as a module."""
-        return LlamaLayer(kind, self.config, parts, init, Llama4Attention)
+    attention = Llama4Attention

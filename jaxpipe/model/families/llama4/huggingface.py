@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jaxpipe.model.families.llama.config import LOCAL
-from jaxpipe.model.families.llama.huggingface import FULL, Fields, LlamaFormat, Names
+from jaxpipe.model.families.llama.huggingface import FULL, Fields, LlamaFormat, Names, choices
 from jaxpipe.model.families.llama4.config import Llama4Config
 from jaxpipe.model.layers.moe import huggingface as experts
 from jaxpipe.model.published import HuggingFaceTensor
@@ -38,8 +38,8 @@ class Llama4Format(LlamaFormat):
         **_mlp("mlp", "feed_forward"),
         **_mlp("moe/shared", "feed_forward.shared_expert"),
         "moe/router/gate": HuggingFaceTensor("feed_forward.router.weight", transposed=True),
-        "moe/experts/w_gate": HuggingFaceTensor("feed_forward.experts.gate_up_proj", parts=2),
-        "moe/experts/w_up": HuggingFaceTensor("feed_forward.experts.gate_up_proj", part=1, parts=2),
+        "moe/experts/w_gate": HuggingFaceTensor("feed_forward.experts.gate_up_proj"),
+        "moe/experts/w_up": HuggingFaceTensor("feed_forward.experts.gate_up_proj", part=1),
         "moe/experts/w_down": HuggingFaceTensor("feed_forward.experts.down_proj"),
     }
     SIZES: ClassVar[Mapping[str, str]] = {
@@ -63,9 +63,7 @@ class Llama4Format(LlamaFormat):
         "vision_config", "boi_token_index", "eoi_token_index", "image_token_index",
         "router_jitter_noise", "router_aux_loss_coef",
     )  # fmt: skip
-    CHOICES: ClassVar[Fields] = {
-        "qk_norm": False, "qkv_bias": False, "sliding_window": 0, "global_every": 0
-    }  # fmt: skip
+    CHOICES: ClassVar[Fields] = choices("n_experts")
 
     def with_defaults(self, theirs: Fields) -> Fields:
         """A config.json with transformers' defaults for absent fields, and no lists of layers.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpipe.model.layers.moe.config import MixtureConfig
-from jaxpipe.model.published import HuggingFaceTensor
+from jaxpipe.model.published import HuggingFaceTensor, check_choices, fused
 
 LAYER = {
     "moe/router/gate": HuggingFaceTensor("mlp.gate.weight", transposed=True),
@@ -19,12 +19,7 @@ LAYER = {
 # The form that transformers 5 computes with, and saves with `save_original_format=False`: one
 # tensor for all experts, [E, 2F, D] of gate and up, [E, D, F] of down.
 FUSED = {
-    "moe/experts/w_gate": HuggingFaceTensor(
-        "mlp.experts.gate_up_proj", transposed=True, part=0, parts=2
-    ),
-    "moe/experts/w_up": HuggingFaceTensor(
-        "mlp.experts.gate_up_proj", transposed=True, part=1, parts=2
-    ),
+    **fused("mlp.experts.gate_up_proj", "moe/experts/w_gate", "moe/experts/w_up"),
     "moe/experts/w_down": HuggingFaceTensor("mlp.experts.down_proj", transposed=True),
 }
 DEFAULTS: dict[str, Any] = {
@@ -111,10 +106,8 @@ def written_loss(model: MixtureConfig) -> dict[str, Any]:
 
 def check_expressible(model: MixtureConfig, only: Mapping[str, Any], theirs: str) -> None:
     """Raise `ValueError` with a sentence where experts have other values than those in `only`."""
-    resolved = model.resolved()
-    for name, value in {**only, "router_bias": False, "router_bias_rate": 0.0}.items():
-        if getattr(resolved, name) != value:
-            raise ValueError(
-                f"model.{name}={getattr(resolved, name)!r}, but the experts of {theirs} have only "
-                f"{value!r}: it cannot be exported."
-            )
+    check_choices(
+        model.resolved(),
+        {**only, "router_bias": False, "router_bias_rate": 0.0},
+        f"the experts of {theirs}",
+    )

@@ -58,6 +58,11 @@ class RotaryConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_on
         return self
 
     @property
+    def rotary_size(self) -> int:
+        """Number of a head's dims that rotate."""
+        return self.head_size
+
+    @property
     def rotary_scale(self) -> float:
         """Factor on the cosines and sines of all positions."""
         if self.rope_scaling not in ("yarn", "longrope"):
@@ -90,10 +95,11 @@ class RotaryConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_on
         """
         return 1 + 0.1 * mscale * math.log(max(self.rope_factor, 1))
 
-    def broken_rotary_rules(self, width: int) -> Iterator[str]:
+    def broken_rotary_rules(self) -> Iterator[str]:
         """Yield a sentence for every rule that the settings of rotary positions break.
 
-        `model.head_dim`, or `model.d_model` / `model.n_heads`, must be even.
+        `model.head_dim`, or `model.d_model` / `model.n_heads`, must be even, and so must the share
+        of it that rotates (`model.rotary_share`).
 
         `model.rope_high_freq_factor` must be at least `model.rope_low_freq_factor`, and
         `model.rope_beta_fast` at least `model.rope_beta_slow`.
@@ -107,13 +113,12 @@ class RotaryConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_on
         `model.rope_scaling='longrope'` needs `model.max_seq_len`, `model.rope_original_positions`
         above 1, and `model.rope_short_factors` and `model.rope_long_factors`: a factor for each
         pair of dims.
-
-        `width` is that of the rotated part of a head.
         """
-        if width % 2:
+        width = self.rotary_size
+        if width % 2 or not width:
             yield (
-                f"the width of a head is {width} but rotary positions turn pairs: use an even "
-                f"model.head_dim."
+                f"the rotated width of a head is {width} but rotary positions turn pairs: use an "
+                f"even model.head_dim, or another model.rotary_share in families that have it."
             )
         bounds = ("rope_low_freq_factor", "rope_high_freq_factor")
         if self.rope_high_freq_factor < self.rope_low_freq_factor:

@@ -62,6 +62,27 @@ def rope_fields(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
     return now or before
 
 
+def of_layer_types(theirs: Mapping[str, Any], scaled: str, unscaled: str) -> dict[str, Any]:
+    """A config.json with the fields of version 4 in place of `rope_parameters` by type of layer.
+
+    Its `rope_scaling` and `rope_theta` are those of the type `scaled`, and `rope_local_base_freq`
+    is the `rope_theta` of the type `unscaled`. Raises `ValueError`, with the end of a sentence that
+    begins with the file, where that type is scaled, too.
+    """
+    ropes = theirs.get("rope_parameters") or {}
+    without = {name: value for name, value in theirs.items() if name != "rope_parameters"}
+    local, full = ropes.get(unscaled) or {}, ropes.get(scaled) or {}
+    if local.get("rope_type", "default") != "default":
+        raise ValueError(
+            f"scales the rotary positions of {unscaled} (rope_type {local['rope_type']!r}) but "
+            f"this model scales only those of {scaled}: take another checkpoint."
+        )
+    own = {"rope_scaling": full, **{k: v for k, v in full.items() if k == "rope_theta"}}
+    if "rope_theta" in local:
+        own["rope_local_base_freq"] = local["rope_theta"]
+    return without | (own if ropes else {})
+
+
 def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary fields of `[model]` that a config.json implies.
 

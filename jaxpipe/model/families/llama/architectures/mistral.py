@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from jaxpipe.model.families.llama.config import LlamaConfig
-from jaxpipe.model.families.llama.huggingface import Fields, LlamaFormat
+from jaxpipe.model.families.llama.huggingface import Fields, LlamaFormat, choices
 from jaxpipe.model.families.llama.presets import Preset, decoder_sizes
 
 
@@ -16,9 +16,7 @@ class MistralFormat(LlamaFormat):
     DEFAULTS: ClassVar[Fields] = {
         "num_key_value_heads": 8, "sliding_window": 4096, "bos_token_id": 1, "eos_token_id": 2
     }  # fmt: skip
-    CHOICES: ClassVar[Fields] = {
-        "qk_norm": False, "qkv_bias": False, "global_every": 0, "n_experts": 0
-    }  # fmt: skip
+    CHOICES: ClassVar[Fields] = choices("sliding_window")
     WRITTEN: ClassVar[Fields] = {"hidden_act": "silu"}
 
     def own_expected(self, theirs: Fields) -> dict[str, Any]:

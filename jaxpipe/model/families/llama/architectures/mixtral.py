@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from jaxpipe.model.families.llama.architectures.mistral import MistralFormat
 from jaxpipe.model.families.llama.config import LlamaConfig
-from jaxpipe.model.families.llama.huggingface import Fields, LlamaFormat, Names
+from jaxpipe.model.families.llama.huggingface import Fields, LlamaFormat, Names, choices
 from jaxpipe.model.families.llama.presets import Preset, decoder_sizes
 from jaxpipe.model.layers.moe import huggingface as experts
 from jaxpipe.model.published import HuggingFaceTensor
@@ -39,7 +39,7 @@ class MixtralFormat(MistralFormat):
         "eos_token_id": 2,
     }  # fmt: skip
     READ: ClassVar[tuple[str, ...]] = "num_experts", *experts.READ
-    CHOICES: ClassVar[Fields] = {"qk_norm": False, "qkv_bias": False, "global_every": 0}
+    CHOICES: ClassVar[Fields] = choices("sliding_window", "n_experts")
     ABSENT: ClassVar[dict[str, tuple[Any, ...]]] = {
         **LlamaFormat.ABSENT, "router_jitter_noise": (0.0, None)
     }  # fmt: skip

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from jaxpipe.model.families.llama.huggingface import Fields, LlamaFormat, Names
+from jaxpipe.model.families.llama.huggingface import Fields, LlamaFormat, Names, choices
 from jaxpipe.model.families.llama.presets import Preset, decoder_sizes
 from jaxpipe.model.published import HuggingFaceTensor
 
@@ -20,7 +20,7 @@ class Qwen2Format(LlamaFormat):
         "attn/bv": HuggingFaceTensor("self_attn.v_proj.bias"),
     }
     DEFAULTS: ClassVar[Fields] = {"num_key_value_heads": 32}
-    CHOICES: ClassVar[Fields] = {**LlamaFormat.CHOICES, "qkv_bias": True}
+    CHOICES: ClassVar[Fields] = choices(qkv_bias=True)
     READ: ClassVar[tuple[str, ...]] = "sliding_window", "max_window_layers"  # without effect
     WRITTEN: ClassVar[Fields] = {
         "hidden_act": "silu", "use_sliding_window": False, "sliding_window": None

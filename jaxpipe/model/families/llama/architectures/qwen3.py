@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from jaxpipe.model.families.llama.huggingface import Fields, LlamaFormat, Names
+from jaxpipe.model.families.llama.huggingface import Fields, LlamaFormat, Names, choices
 from jaxpipe.model.families.llama.presets import Preset, decoder_sizes
 from jaxpipe.model.published import HuggingFaceTensor
 
@@ -19,7 +19,7 @@ class Qwen3Format(LlamaFormat):
         "attn/k_norm/scale": HuggingFaceTensor("self_attn.k_norm.weight"),
     }
     DEFAULTS: ClassVar[Fields] = {"num_key_value_heads": 32, "head_dim": 128}
-    CHOICES: ClassVar[Fields] = {**LlamaFormat.CHOICES, "qk_norm": True}
+    CHOICES: ClassVar[Fields] = choices(qk_norm=True)
     READ: ClassVar[tuple[str, ...]] = "sliding_window", "max_window_layers"  # without effect
     WRITTEN: ClassVar[Fields] = {
         "hidden_act": "silu", "use_sliding_window": False, "sliding_window": None

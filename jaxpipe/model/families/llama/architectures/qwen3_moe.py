@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from jaxpipe.model.families.llama.architectures.qwen3 import QWEN3, Qwen3Format
 from jaxpipe.model.families.llama.config import LlamaConfig
-from jaxpipe.model.families.llama.huggingface import Fields, Names
+from jaxpipe.model.families.llama.huggingface import Fields, Names, choices
 from jaxpipe.model.families.llama.presets import Preset, decoder_sizes
 from jaxpipe.model.layers.moe import huggingface as experts
 
@@ -19,9 +19,7 @@ class Qwen3MoeFormat(Qwen3Format):
     FUSED: ClassVar[Names] = experts.FUSED
     DEFAULTS: ClassVar[Fields] = {"num_key_value_heads": 4, **experts.DEFAULTS}
     READ: ClassVar[tuple[str, ...]] = *Qwen3Format.READ, *experts.READ
-    CHOICES: ClassVar[Fields] = {
-        "qk_norm": True, "qkv_bias": False, "sliding_window": 0, "global_every": 0
-    }  # fmt: skip
+    CHOICES: ClassVar[Fields] = choices("n_experts", qk_norm=True)
 
     def own_expected(self, theirs: Fields) -> dict[str, Any]:
         """The experts."""
