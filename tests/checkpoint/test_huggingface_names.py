@@ -18,9 +18,11 @@ from hf_models import (
 )
 
 import jaxpipe.checkpoint.__main__ as command
-from jaxpipe.checkpoint.hf.parameters import import_huggingface
+from jaxpipe.checkpoint.hf.naming import list_parameters
+from jaxpipe.checkpoint.hf.parameters import convert_tensors, import_huggingface
 from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.config import ConfigError
+from jaxpipe.model.families.phi3 import Phi3Config
 
 
 def fused(model, tensors):
@@ -37,6 +39,20 @@ def fused(model, tensors):
         gate_up = np.concatenate([stacked["gate"], stacked["up"]], axis=1)
         found |= {f"{place}.gate_up_proj": gate_up, f"{place}.down_proj": stacked["down"]}
     return found
+
+
+def test_a_tensor_may_hold_parts_of_different_widths():
+    """Four query heads, and two key and value heads, as Phi-3 stores them."""
+    sizes = {"n_layers": 1, "d_model": 12, "n_heads": 4, "n_kv_heads": 2, "d_ff": 5}
+    wanted = list_parameters(Phi3Config(**sizes, vocab_size=7))
+    rng = np.random.default_rng(0)
+    arrays = {one.path: rng.standard_normal(one.shape) for one in wanted}
+    tensors = dict(convert_tensors(lambda paths: [arrays[path] for path in paths], wanted))
+    assert tensors["model.layers.0.self_attn.qkv_proj.weight"].shape == (24, 12)
+    assert tensors["model.layers.0.mlp.gate_up_proj.weight"].shape == (10, 12)
+    for one in wanted:
+        assert tensors[one.hf_names[0]].shape == one.hf_shape
+        np.testing.assert_array_equal(one.from_hf(tensors.__getitem__), arrays[one.path])
 
 
 @pytest.mark.parametrize("model", [QWEN3_MOE, SQUARE_MOE], ids=["qwen3_moe", "square_moe"])

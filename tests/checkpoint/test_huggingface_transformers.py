@@ -9,9 +9,13 @@ from jaxpipe.checkpoint.hf.parameters import export_huggingface, hf_format, impo
 from jaxpipe.checkpoint.hf.serving import ServingFiles
 from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.model.families.gemma3.config import Gemma3Config
+from jaxpipe.model.families.glm4 import Glm4Config
 from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.families.gpt_oss.config import GptOssConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.families.olmo2 import Olmo2Config
+from jaxpipe.model.families.olmo3 import Olmo3Config
+from jaxpipe.model.families.phi3 import Phi3Config
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -46,6 +50,19 @@ MODELS = {
     "gpt_oss": GptOssConfig(
         **SIZES, head_dim=14, sliding_window=5, n_experts=6, experts_per_token=2,
         rope_original_positions=16,
+    ),
+    "olmo2": Olmo2Config(**SIZES, rope_theta=1e4),
+    "olmo3": Olmo3Config(
+        **SIZES, sliding_window=5, global_every=2, rope_theta=1e4, rope_scaling="yarn",
+        rope_factor=4.0, rope_original_positions=16,
+    ),
+    "glm4": Glm4Config(**SIZES, head_dim=16),
+    "glm4_biased": Glm4Config(**SIZES, head_dim=12, rotary_share=1 / 3, qkv_bias=True),
+    "phi3": Phi3Config(**SIZES, sliding_window=5),
+    "phi3_longrope": Phi3Config(
+        **SIZES, rotary_share=0.75, tie_embeddings=True, rope_scaling="longrope", rope_factor=4.0,
+        rope_original_positions=16, max_seq_len=64, rope_short_factors=(1.0, 1.5, 2.0),
+        rope_long_factors=(2.0, 4.0, 8.0),
     ),
     "mixtral": LlamaConfig(**SIZES, head_dim=14, n_experts=6, experts_per_token=2, rope_theta=1e6),
 }  # fmt: skip

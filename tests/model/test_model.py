@@ -14,6 +14,7 @@ from jaxpipe.core.contract import Context
 from jaxpipe.core.contract.devices import ONE_DEVICE
 from jaxpipe.model import FAMILIES, PRESETS
 from jaxpipe.model.families.gemma3.config import Gemma3Config
+from jaxpipe.model.families.glm4 import Glm4Config
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama.decoder import LlamaDecoder
 from jaxpipe.model.families.llama.layers import LlamaAttention
@@ -107,6 +108,22 @@ def test_rotary_scores_depend_on_distance_alone():
 
     assert score(3, 1) == pytest.approx(score(13, 11), rel=1e-5)
     assert score(3, 1) != pytest.approx(score(3, 2), rel=1e-3)
+
+
+def test_a_share_of_each_head_rotates():
+    """As a narrower head does; in pairs of neighbours, which scores do not tell from halves."""
+    sizes = {"n_layers": 1, "d_model": 16, "n_heads": 1, "n_kv_heads": 1, "d_ff": 1}
+    partial = LlamaConfig(**sizes, vocab_size=1, rotary_share=0.5)
+    narrow = LlamaConfig(**sizes, vocab_size=1, head_dim=8)
+    x, at = jax.random.normal(jax.random.key(0), (2, 3, 4, 16)), jnp.arange(6).reshape(2, 3)
+    turned = rotary(x, at, partial)
+    np.testing.assert_array_equal(turned[..., :8], rotary(x[..., :8], at, narrow))
+    np.testing.assert_array_equal(turned[..., 8:], x[..., 8:])
+    neighbours = Glm4Config(**sizes, vocab_size=1, rope_theta=partial.rope_theta)
+    paired = x.at[..., :8].set(
+        x[..., :8].reshape(2, 3, 4, 2, 4).swapaxes(-1, -2).reshape(2, 3, 4, 8)
+    )
+    np.testing.assert_array_equal(rotary(paired, at, neighbours), turned)
 
 
 def test_positions_can_be_given():

@@ -40,12 +40,22 @@ CASES = {
     "llama4, exchanged heads": ("llama4", "dualpipe", (2, 4, 1), {"cp": 2, "heads": 2, "ep": 4}),
     "llama4, gathered keys": ("llama4", "1f1b", (2, 2, 2), {"cp": 2, "remat": "full"}),
     "gemma3, slices": ("gemma3", "1f1b", (2, 1, 2), {"slices": 2}),
+    "olmo2": ("olmo2", "zb_h1", (2, 1, 2), {"sequence": True, "vocab_parallel": True}),
+    "olmo2, slices": ("olmo2", "1f1b", (2, 1, 2), {"slices": 2, "remat": "full"}),
+    "olmo3, packed, ring": (
+        "packed_olmo3",
+        "dualpipev",
+        (2, 2, 2),
+        {"cp": 2, "heads": 1, "zero_stage": 3},
+    ),
+    "glm4": ("glm4", "zb_h1", (2, 2, 2), {"cp": 2, "heads": 1, "sequence": True}),
 }
 FEW = [
     "biased, shared heads",
     "gemma3, packed, cp",
     "gpt_oss, packed, exchanged heads",
     "llama4, packed, ring",
+    "olmo2",
 ]
 
 

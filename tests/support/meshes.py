@@ -28,10 +28,13 @@ from jaxpipe.model import FAMILIES
 from jaxpipe.model.ahead import rows_ahead
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.gemma3.config import Gemma3Config
+from jaxpipe.model.families.glm4 import Glm4Config
 from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.families.gpt_oss.config import GptOssConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama4.config import Llama4Config
+from jaxpipe.model.families.olmo2 import Olmo2Config
+from jaxpipe.model.families.olmo3 import Olmo3Config
 from jaxpipe.model.layers.moe.balance import REAL
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.options import Loss, Ops, Sharing
@@ -70,6 +73,9 @@ MODELS = {
     "fused_gpt_oss": GptOssConfig(**GPT_OSS, attention="cudnn"),
     "llama4": Llama4Config(**LLAMA4),
     "packed_llama4": Llama4Config(**LLAMA4),
+    "olmo2": Olmo2Config(**SIZES, n_kv_heads=2),
+    "packed_olmo3": Olmo3Config(**SIZES, **ALTERNATING),
+    "glm4": Glm4Config(**SIZES, n_kv_heads=1, qkv_bias=True),
     "dropping": LlamaConfig(**SIZES, n_kv_heads=2, dropout=0.3, attention_dropout=0.2),
     "gpt2_dropping": GPT2Config(**SIZES, max_seq_len=11, dropout=0.2, attention_dropout=0.3),
     "packed": LlamaConfig(**SIZES, n_kv_heads=2),

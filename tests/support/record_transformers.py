@@ -122,6 +122,32 @@ MODELS = {
         },
     ),
 }  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+_PARTIAL = {**_ROPE, "partial_rotary_factor": 0.5}
+# Further families, without a record: `test_relatives.py` compares them where transformers is.
+RELATIVES = {
+    "olmo2": ("Olmo2", _SIZES | {"rope_parameters": _ROPE, "pad_token_id": None}),
+    "olmo3": (
+        "Olmo3",
+        _SIZES
+        | {
+            "sliding_window": 3, "pad_token_id": None,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _YARN},
+        },
+    ),
+    "glm4": (
+        "Glm4", _SIZES | {"head_dim": 8, "rope_parameters": _PARTIAL, "pad_token_id": None}
+    ),
+    "phi3": (
+        "Phi3",
+        _SIZES | {"head_dim": 4, "rope_parameters": _PARTIAL, "sliding_window": 3,
+                  "pad_token_id": None},
+    ),
+}  # fmt: skip
 
 
 @contextmanager
@@ -146,7 +172,7 @@ def float64():
 
 def build(name):
     """Return a transformers model in the default dtype."""
-    family, settings = MODELS[name]
+    family, settings = (MODELS | RELATIVES)[name]
     text = "Text" if family in ("Gemma3", "Llama4") else ""
     config = getattr(transformers, f"{family}{text}Config")(**settings)
     config._attn_implementation = "eager"
@@ -240,30 +266,44 @@ def loss_and_gradients(model, params, tokens, ignored):
     return loss.item(), {name: gradient.copy() for name, gradient in gradients.items()}
 
 
-def recorded(name):
-    """Return all arrays of a model's record, by their names in the file."""
-    tokens, ignored = batches()
+def first_step(name):
+    """Return the loss of a model's first step, and all arrays of a record but those of updates."""
     build(name)  # modules imported here must not see float32 replaced
     with float64():
-        model = build(name)
-        config = json.loads(model.config.to_json_string())
-        config["architectures"] = [type(model).__name__]
-        shapes = {
-            name: array.shape
-            for name, array in published(
-                {name: tensor.detach().numpy() for name, tensor in model.named_parameters()},
-                model.config.model_type,
-            ).items()
-        }
-        offset = 1.0 if name == "gemma3" else 0.0
-        first = {own: drawn(own, shape, offset) for own, shape in shapes.items()}
-        wide = {name: array.astype(np.float64) for name, array in first.items()}
-        _, gradients = loss_and_gradients(model, wide, tokens[0], ignored[0])
-        found = {
-            "config": np.array(json.dumps(config)), "shapes": np.array(json.dumps(shapes)),
-            "tokens": tokens, "ignored": ignored, "weights": end_to_end(first),
-            "gradients": end_to_end(gradients),
-        }  # fmt: skip
+        _, _, loss, found = _first_step(name)
+    return loss, found
+
+
+def _first_step(name):
+    tokens, ignored = batches()
+    model = build(name)
+    config = json.loads(model.config.to_json_string())
+    config["architectures"] = [type(model).__name__]
+    shapes = {
+        name: array.shape
+        for name, array in published(
+            {name: tensor.detach().numpy() for name, tensor in model.named_parameters()},
+            model.config.model_type,
+        ).items()
+    }
+    offset = 1.0 if name == "gemma3" else 0.0
+    first = {own: drawn(own, shape, offset) for own, shape in shapes.items()}
+    wide = {name: array.astype(np.float64) for name, array in first.items()}
+    loss, gradients = loss_and_gradients(model, wide, tokens[0], ignored[0])
+    found = {
+        "config": np.array(json.dumps(config)), "shapes": np.array(json.dumps(shapes)),
+        "tokens": tokens, "ignored": ignored, "weights": end_to_end(first),
+        "gradients": end_to_end(gradients),
+    }  # fmt: skip
+    return model, wide, loss, found
+
+
+def recorded(name):
+    """Return all arrays of a model's record, by their names in the file."""
+    build(name)  # modules imported here must not see float32 replaced
+    with float64():
+        model, wide, _, found = _first_step(name)
+        tokens, ignored = found["tokens"], found["ignored"]
         # Muon's update of a matrix is not that of a tensor with all experts, gates beside ups.
         for optimizer in ("adamw",) if name in ("gpt_oss", "llama4") else ("adamw", "muon"):
             params, state, losses = wide, {}, []

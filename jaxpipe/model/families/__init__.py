@@ -3,12 +3,16 @@
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.deepseek.presets import DEEPSEEK_PRESETS
 from jaxpipe.model.families.gemma3 import config as gemma3
+from jaxpipe.model.families.glm4 import GLM4
 from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.families.gpt2.presets import GPT2_PRESETS
 from jaxpipe.model.families.gpt_oss import config as gpt_oss
 from jaxpipe.model.families.llama import architectures as llama
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama4 import config as llama4
+from jaxpipe.model.families.olmo2 import OLMO2
+from jaxpipe.model.families.olmo3 import OLMO3
+from jaxpipe.model.families.phi3 import PHI3
 from jaxpipe.model.family import ModelFamily
 
 FAMILIES = {
@@ -18,21 +22,18 @@ FAMILIES = {
             "llama",
             LlamaConfig,
             llama.PRESETS,
-            model="jaxpipe.model.families.llama.decoder:LlamaDecoder",
             huggingface="jaxpipe.model.families.llama.architectures",
         ),
         ModelFamily(
             "gemma3",
             gemma3.Gemma3Config,
             gemma3.PRESETS,
-            model="jaxpipe.model.families.llama.decoder:LlamaDecoder",
             huggingface="jaxpipe.model.families.gemma3.huggingface",
         ),
         ModelFamily(
             "gpt_oss",
             gpt_oss.GptOssConfig,
             gpt_oss.PRESETS,
-            model="jaxpipe.model.families.llama.decoder:LlamaDecoder",
             huggingface="jaxpipe.model.families.gpt_oss.huggingface",
         ),
         ModelFamily(
@@ -42,6 +43,10 @@ FAMILIES = {
             model="jaxpipe.model.families.llama4.decoder:Llama4Decoder",
             huggingface="jaxpipe.model.families.llama4.huggingface",
         ),
+        OLMO2,
+        OLMO3,
+        GLM4,
+        PHI3,
         ModelFamily(
             "deepseek",
             DeepseekConfig,
