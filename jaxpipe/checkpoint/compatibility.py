@@ -86,12 +86,12 @@ def check_same_settings(
         )
     adapters = saved.get("lora", {})
     if adapters.get("rank") and config.lora.rank:
-        there, here = adapters.get("alpha", LoraConfig().alpha), config.lora.alpha
-        if there != here:
+        alpha = adapters.get("alpha", LoraConfig().alpha)
+        if alpha != config.lora.alpha:
             raise ConfigError(
-                f"checkpoint {checkpoint} has adapters that were trained with lora.alpha={there} "
-                f"but this configuration has {here}, by which they are scaled: set lora.alpha="
-                f"{there}."
+                f"checkpoint {checkpoint} has adapters that were trained with lora.alpha={alpha} "
+                f"but this configuration has {config.lora.alpha}, by which they are scaled: set "
+                f"lora.alpha={alpha}."
             )
     _check_optimizer(checkpoint, saved.get("optimizer", {}), meta, config, with_moments)
     changed = _changed_sizes(saved["model"], config.model)
@@ -157,10 +157,10 @@ def changed_settings(saved: Mapping[str, Any], model: ModelConfig) -> dict[str, 
     changed |= {name: (saved[name], _UNKNOWN) for name in saved.keys() - known.keys()}
     rate = "router_bias_rate"
     if getattr(now, "rope_scaling", None) == "longrope":
-        longest = before.max_seq_len, now.max_seq_len
-        if before.longrope_factors != now.longrope_factors:
-            changed["max_seq_len"] = longest
-    if getattr(before, "has_router_bias", False) and not now.has_router_bias:
+        then_factors, factors = (getattr(of, "longrope_factors", None) for of in (before, now))
+        if then_factors != factors:
+            changed["max_seq_len"] = before.max_seq_len, now.max_seq_len
+    if getattr(before, "has_router_bias", False) and not getattr(now, "has_router_bias", False):
         changed[rate] = (getattr(before, rate), getattr(now, rate))
     return {f"model.{name}": pair for name, pair in changed.items() if pair[0] != pair[1]}
 

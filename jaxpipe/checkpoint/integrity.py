@@ -154,7 +154,8 @@ def succeed_on_all_processes(checkpoint: AnyPath, checked: bool = True) -> Itera
     any other failure to read: memory, permissions, another format, a bug. If the checksums of the
     checkpoint were not `checked`, a file that cannot be decoded also is proof of damage.
     """
-    group, problem = processes.group(), None
+    group = processes.group()
+    problem: Exception | None = None
     try:
         yield
     except Exception as error:  # of any kind: this process must still meet the others below
@@ -162,10 +163,10 @@ def succeed_on_all_processes(checkpoint: AnyPath, checked: bool = True) -> Itera
         if not checked and not isinstance(error, ConfigError) and _is_damage(error):
             problem = DamagedError(first_line(error))
             problem.__cause__ = error
-    damaged = isinstance(problem, DamagedError)
-    worst = group.largest("reading of a checkpoint", 2 if damaged else int(problem is not None))
+    damage = problem if isinstance(problem, DamagedError) else None
+    worst = group.largest("reading of a checkpoint", 2 if damage else int(problem is not None))
     if worst == 2:
-        raise problem if damaged else DamagedError("another process found it damaged")
+        raise damage or DamagedError("another process found it damaged")
     cause = group.cause_in_all("reading of a checkpoint", problem)
     if isinstance(problem, ConfigError):
         raise problem

@@ -110,13 +110,10 @@ class StateKeying:
         The layers of `keyed` are deleted slot by slot, those of a longer run leaf by leaf, so that
         the two forms never exist in full at the same time.
         """
-        spots, structure = jax.tree.flatten(like, is_leaf=is_stage_stacked)
-        parts = structure.flatten_up_to(keyed)
-        staged = [
-            self._stack_tree(part, spot) if is_stage_stacked(spot) else part
-            for part, spot in zip(parts, spots)
-        ]
-        return jax.tree.unflatten(structure, staged)
+        return jax.tree.map(
+            lambda spot, part: self._stack_tree(part, spot) if is_stage_stacked(spot) else part,
+            like, keyed, is_leaf=is_stage_stacked,
+        )  # fmt: skip
 
     def _map(self, state: Tree, part: LeafFunction, rest: Callable[[Any], Any]) -> Tree:
         """Convert stage-stacked trees to keyed form by `part`, and map other leaves by `rest`."""
@@ -146,7 +143,8 @@ class StateKeying:
 
         `hold` maps the arrays of the layers of one layer slot to those that are returned.
         """
-        specs, layers = self.sharding.partition_specs(tree)["layers"], {}
+        specs = self.sharding.partition_specs(tree)["layers"]
+        layers: dict[str, Tree] = {}
         for number, run in enumerate(tree["layers"]):
             leaves, structure = jax.tree.flatten(run)
             own = self.layout.layers_of(number)
@@ -157,7 +155,8 @@ class StateKeying:
                 held = hold(
                     [[self._of_rank(row, index) for row in rows] for index in slot.values()]
                 )
-                layers |= {str(layer): structure.unflatten(one) for layer, one in zip(slot, held)}
+                trees = (jax.tree.unflatten(structure, one) for one in held)
+                layers |= dict(zip(map(str, slot), trees))
         return {"embed_head": jax.tree.map(_from_host, tree["embed_head"]), "layers": layers}
 
     def _stack_tree(self, keyed: Tree, like: Tree) -> Tree:
@@ -167,7 +166,7 @@ class StateKeying:
             layers = (jax.tree.leaves(keyed["layers"][str(layer)]) for layer in own.values())
             leaves = [dict(zip(own, parts)) for parts in zip(*layers)]
             stacked = self._by_group(number, self._stack, leaves, jax.tree.leaves(specs[number]))
-            runs.append(jax.tree.structure(run).unflatten(stacked))
+            runs.append(jax.tree.unflatten(jax.tree.structure(run), stacked))
         return {"embed_head": keyed["embed_head"], "layers": tuple(runs)}
 
     def _by_group(
@@ -196,6 +195,7 @@ class StateKeying:
 
     def _of_rank(self, row: jax.Array, index: Index) -> jax.Array:
         """A layer, from an array of `_take_rows`, as an array on its pipeline rank's devices."""
+        assert isinstance(row.sharding, NamedSharding)
         sharding = self._rank_sharding(row.sharding.spec, index)
         devices = sharding.device_set
         shards = [shard.data for shard in row.addressable_shards if shard.device in devices]

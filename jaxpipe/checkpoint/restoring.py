@@ -84,7 +84,7 @@ def _read_arrays(
     stored = rename_embed_head(handler.metadata(path / "state").tree, key, EMBED_HEAD)
     like = drop_absent_variables(stored, like)
     shapes = keying.keyed_shapes(like)  # as on disk, without padding
-    left_out = frozenset()
+    left_out: frozenset[str] = frozenset()
     if exclusion:
         left_out = exclusion.match_names(shapes) | exclusion.absent_names(shapes, stored)
     check_same_arrays(shapes, stored, path, left_out=left_out, sizes=sizes)

@@ -1,7 +1,6 @@
 """The checkpoints of a run: Orbax directories, which plain Orbax reads on any devices."""
 
 import contextlib
-import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -202,6 +201,7 @@ class CheckpointStore:
 
     def save_locally(self, step: int, state: Tree, meta: dict[str, Any]) -> None:
         """Save a step as `save` does, but in `local`, where it stays until the next."""
+        assert self.local is not None  # as `checkpoint.local_every` is set
         self.local.save(step, self.keying.to_keyed(state), self._described(step, meta), self._say)
 
     def clear_local(self) -> None:
@@ -241,8 +241,8 @@ class CheckpointStore:
         tried. Raises `ConfigError`, and changes nothing on disk, where a checkpoint is of another
         model (the message names the first array that differs) or cannot be read for another reason.
         """
-        started = time.monotonic()
-        for attempt in itertools.count():
+        started, is_told = time.monotonic(), False
+        while True:
             steps = [step for step in self.steps if last_step is None or step <= last_step]
             step = max(steps, default=0)
             local = self.local if last_step is None else None
@@ -260,8 +260,9 @@ class CheckpointStore:
                 late = is_over(str(self.directory), started)
                 if self._group.any("is a restore late", late or not passes(error, worked=True)):
                     raise
-                if not attempt:
+                if not is_told:
                     say(f"warning: {path} does not answer ({error.__cause__}): it is read again")
+                is_told = True
                 wait(_PAUSE)
             except DamagedError as error:
                 aside = self._set_aside(step)

@@ -123,6 +123,8 @@ def test_the_factor_of_rank_stabilised_adapters(tmp_path):
         read(tmp_path, settings, tensors, other)
     with pytest.raises(ConfigError, match="r=4, but lora.rank=2: set lora.rank=4"):
         read(tmp_path, {}, tensors, LoraConfig(rank=2, alpha=8.0))
+    with pytest.raises(ConfigError, match="has lora_alpha=None, which is no number: correct it"):
+        read(tmp_path, {"lora_alpha": None}, tensors)
 
 
 SOME_LAYERS = [

@@ -74,7 +74,7 @@ def export_adapters(
             every = array if parameter.is_stacked else array[None]
             for name, one in zip(parameter.hf_names, every):
                 tensors[peft_name(name, matrix)] = np.ascontiguousarray(one.T, np.float32)
-    modules, weights = set(), set()
+    modules, weights = set[str](), set[str]()
     for one in adapted:
         beside_experts = model.routed_experts and not one.has_experts and _is_mlp(one.hf_names[0])
         (weights if beside_experts else modules).update(map(_module, one.hf_names))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import jax
@@ -68,16 +69,15 @@ class NamedParameter:
     def from_hf(self, read: Callable[..., np.ndarray]) -> np.ndarray:
         """The parameter from `read(name)`, or expert by expert from `read(name, expert)`."""
         if self.is_stacked:
-            tensors = ((name,) for name in self.hf_names)
+            parts = map(read, self.hf_names)
         elif self.has_experts:
-            tensors = ((self.hf_names[0], expert) for expert in range(self.shape[0]))
+            parts = map(read, repeat(self.hf_names[0]), range(self.shape[0]))
         else:
             return self._slice_tensor(read(self.hf_names[0]))
-        stacked = None
-        for index, tensor in enumerate(tensors):
-            part = self._slice_tensor(read(*tensor))
-            if stacked is None:
-                stacked = np.empty(self.shape, part.dtype)
+        first = self._slice_tensor(next(parts))
+        stacked = np.empty(self.shape, first.dtype)
+        stacked[0] = first
+        for index, part in enumerate(map(self._slice_tensor, parts), 1):
             stacked[index] = part
         return stacked
 
@@ -143,7 +143,7 @@ def _list_variables(model: ModelConfig, form: HuggingFace, variables: Tree) -> l
             (VARIABLES, name),
             variables[name].shape,
             tensor._replace(name=form.PREFIX + tensor.name),
-            model.sparse_layers,
+            getattr(model, "sparse_layers", ()),
         )
         for name, tensor in getattr(form, "VARIABLES", {}).items()
         if name in variables

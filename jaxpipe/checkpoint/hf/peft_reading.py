@@ -203,7 +203,9 @@ def _check_settings(place: Path, settings: dict[str, Any], lora: LoraConfig) -> 
         raise ConfigError(f"{place} {sentence}")
     if rank != lora.rank:
         raise ConfigError(f"{place} has r={rank}, but lora.rank={lora.rank}: set lora.rank={rank}.")
-    wanted = equivalent_alpha(settings) if isinstance(alpha, int | float) else alpha
+    if not isinstance(alpha, int | float):
+        raise ConfigError(f"{place} has lora_alpha={alpha!r}, which is no number: correct it.")
+    wanted = equivalent_alpha(settings)
     if lora.alpha not in (alpha, wanted):
         root = " and use_rslora" if settings.get("use_rslora") else ""
         raise ConfigError(

@@ -75,7 +75,8 @@ def _read_tree(
                     f"{place} is of another model: {'/'.join(name)} has shape {array.shape} there, "
                     f"and its configuration describes {expected}."
                 )
-            full[(*index, *map(slice, array.shape))] = array
+            place_in_full: tuple[int | slice, ...] = (*index, *map(slice, array.shape))
+            full[place_in_full] = array
         # Processes may own some devices each; all of them read the arrays.
         return jax.make_array_from_callback(full.shape, target.sharding, full.__getitem__)
 

@@ -21,7 +21,7 @@ from jaxpipe.checkpoint.hf import block_fp8, mxfp4
 from jaxpipe.config import ConfigError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {
+DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),

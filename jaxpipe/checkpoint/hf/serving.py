@@ -131,7 +131,7 @@ class ServingFiles:
         }
         return {"huggingface": asdict(self) | {"files": packed}}
 
-    def with_tokenizer(self, name: str | Path, vocab_size: int) -> Self:
+    def with_tokenizer(self, name: str | Path | TokenizerFiles, vocab_size: int) -> Self:
         """A copy with another tokenizer, and what it knows of token ids and sampling besides.
 
         EOS tokens are those of both. Its chat template and its sampling defaults stand before those
@@ -266,8 +266,12 @@ def _token_ids(fields: Mapping[str, Any], files: TokenizerFiles) -> dict[str, To
 def _special_token_ids(files: TokenizerFiles) -> dict[str, TokenId]:
     """The ids of the BOS, EOS and padding tokens that a tokenizer's files name."""
     tokens = read_tokens(files)
-    texts = {f"{role}_token_id": tokens.named.get(f"{role}_token") for role in _ROLES}
-    return {name: tokens.ids[text] for name, text in texts.items() if text in tokens.ids}
+    texts = {role: tokens.named.get(f"{role}_token") for role in _ROLES}
+    return {
+        f"{role}_token_id": tokens.ids[text]
+        for role, text in texts.items()
+        if text is not None and text in tokens.ids
+    }
 
 
 def _with_config(files: TokenizerFiles, ends: Sequence[int]) -> TokenizerFiles:

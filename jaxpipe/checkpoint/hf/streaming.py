@@ -7,7 +7,6 @@ files, and they need not fit into memory: a `LazyArray` is read only when it is 
 
 import contextlib
 import functools
-import operator
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import jax
 import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from orbax.checkpoint import type_handlers
 
 from jaxpipe.checkpoint.disk_keys import EMBED_HEAD, embed_head_key
@@ -206,7 +205,8 @@ class StoredCheckpoint:
         request = ocp.args.PyTreeRestore(wanted, restore_args=as_numpy, partial_restore=True)
         with self._report_damage(checked=self.checked_files > 0):
             state = ocp.PyTreeCheckpointHandler().restore(self._item("state"), args=request)
-        return [functools.reduce(operator.getitem, on_disk[path], state) for path in paths]
+        arrays = flatten_dict(state)
+        return [arrays[on_disk[path]] for path in paths]
 
     def parameters(self, paths: Sequence[tuple[str, ...]]) -> list[np.ndarray]:
         """Read the parameters to evaluate at these paths, with low-rank adapters merged."""

@@ -48,7 +48,7 @@ class Save(NamedTuple):
 
     step: int
     start: int
-    count: int
+    processes: int
 
     @property
     def name(self) -> str:
@@ -209,12 +209,12 @@ class LocalSaves:
             for save, index, name in json.loads(text):
                 if (save := Save(*save)).step >= since:
                     found.setdefault(save, {}).setdefault(index, []).append((process, name))
-        complete = [save for save, copies in found.items() if len(copies) == save.count]
+        complete = [save for save, copies in found.items() if len(copies) == save.processes]
         if complete:
             return max(complete), found[max(complete)]
         if found:
             newest = max(found)
-            lost = sorted(set(range(newest.count)) - found[newest].keys())
+            lost = sorted(set(range(newest.processes)) - found[newest].keys())
             say(
                 f"the local save of step {newest.step} is not used: no host of this run has the "
                 f"pieces of {', '.join(f'process {index}' for index in lost)}"
@@ -260,7 +260,7 @@ class LocalSaves:
         targets, structure = jax.tree.flatten(keying.restore_args(like))
         names = leaves_by_name(shapes)
         keyed = [assemble(target, parts[name]) for name, target in zip(names, targets)]
-        return keying.to_stage_stacked(structure.unflatten(keyed), like), piece.meta
+        return keying.to_stage_stacked(jax.tree.unflatten(structure, keyed), like), piece.meta
 
     def _read_file(
         self, places: list[tuple[int, str]], suffix: str, offset: int = 0, size: int = -1

@@ -176,7 +176,7 @@ def assemble(target: Any, parts: Sequence[tuple[SavedShard, Callable[[], bytes]]
 def _places(sharding: Sharding, shape: tuple[int, ...]) -> dict[jax.Device, Bounds]:
     """What each device of this process holds of an array."""
     indices = sharding.addressable_devices_indices_map(shape)
-    return {device: _bounds_of(index, shape) for device, index in indices.items()}
+    return {device: _bounds_of(at, shape) for device, at in indices.items() if at is not None}
 
 
 def _bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:

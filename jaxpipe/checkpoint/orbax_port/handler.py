@@ -23,9 +23,12 @@ from jaxpipe.runtime.storage.files import open_path
 
 
 class _ArrayProxy:
-    """A proxy of an array that is no `jax.Array`, so that Orbax does not reject it."""
+    """A proxy of an array, or of what has its attributes, that Orbax does not reject.
 
-    def __init__(self, array: jax.Array):
+    It rejects a `jax.Array` of which a process has no shard.
+    """
+
+    def __init__(self, array: Any):
         self._array = array
 
     def __getattr__(self, name: str) -> Any:

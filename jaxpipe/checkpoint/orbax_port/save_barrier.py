@@ -30,7 +30,8 @@ class SaveBarrier:
         posted: Callable[[str], dict[int, str]] = processes.posted,
     ):
         self._post, self._posted, self._key = post, posted, f"jaxpipe/saving/{next(_stores)}"
-        self._save, self._reached = 0, []
+        self._save = 0
+        self._reached: list[str] = []
 
     def begin(self) -> None:
         """Begin a save; all processes call it, when they have ended the one before."""

@@ -22,8 +22,9 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from jaxpipe.config import ConfigError
 from jaxpipe.config.paths import is_address
@@ -113,7 +114,7 @@ def write_whole(path: AnyPath, content: bytes, *, synced: bool = False) -> None:
         file.write(content)
 
 
-def open_binary(path: AnyPath) -> BinaryIO:
+def open_binary(path: AnyPath) -> BufferedReader | FileIO:
     """Open a file for reading, without a buffer on a disk."""
     return path.open("rb") if is_address(path) else path.open("rb", buffering=0)
 
