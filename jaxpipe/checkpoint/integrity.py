@@ -18,7 +18,8 @@ from typing import Any
 import xxhash
 
 from jaxpipe.config import ConfigError, first_line
-from jaxpipe.runtime import position, processes
+from jaxpipe.runtime import position
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage import files as storage
 from jaxpipe.runtime.storage.errors import as_os_errors
 from jaxpipe.runtime.storage.files import AnyPath
@@ -147,14 +148,15 @@ def check_files(directory: AnyPath, process: int = 0, count: int = 1) -> int:
 
 
 @contextlib.contextmanager
-def succeed_on_all_processes(checkpoint: AnyPath, checked: bool = True) -> Iterator[None]:
-    """Make the body, which all processes execute, succeed on all processes or on none.
+def succeed_on_all_processes(
+    group: Group, checkpoint: AnyPath, checked: bool = True
+) -> Iterator[None]:
+    """Make the body, which all processes of a group execute, succeed on all of them or on none.
 
     Raises `DamagedError` on all processes if one of them has proof of damage, and `ConfigError` for
     any other failure to read: memory, permissions, another format, a bug. If the checksums of the
     checkpoint were not `checked`, a file that cannot be decoded also is proof of damage.
     """
-    group = processes.group()
     problem: Exception | None = None
     try:
         yield

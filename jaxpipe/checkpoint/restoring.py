@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 
 from jaxpipe.checkpoint.compatibility import Check, check_same_arrays, drop_absent_variables
@@ -19,6 +18,7 @@ from jaxpipe.checkpoint.keying import StateKeying
 from jaxpipe.checkpoint.memory import return_freed_memory
 from jaxpipe.checkpoint.orbax_port.handler import StateRestore, make_state_handler
 from jaxpipe.config import ConfigError
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage.files import AnyPath
 
 Tree = Any
@@ -32,8 +32,10 @@ def read_state(
     exclusion: Exclusion | None = None,
     say: Callable[[str], None] = print,
     check: Check | None = None,
+    *,
+    group: Group,
 ) -> tuple[Tree, Meta]:
-    """Read one checkpoint. All processes call it; each reads the shards of its own devices.
+    """Read one checkpoint. All of the group call it; each reads the shards of its own devices.
 
     Returns `(state, meta)` with the state in the form of `like`, a state in stage-stacked form or
     its shapes, of which some entries may be absent: they are not read. Parameters of `exclusion`
@@ -47,7 +49,7 @@ def read_state(
       ConfigError: the checkpoint is of another model or a newer format, or cannot be read for
         another reason. Either error is raised on all processes, whichever process found it.
     """
-    with succeed_on_all_processes(path):
+    with succeed_on_all_processes(group, path):
         meta = read_meta(path)
         if meta.get("kind") == "params" and not like.keys() <= {"params", "variables"}:
             raise ConfigError(
@@ -58,13 +60,13 @@ def read_state(
             like = {"params": like["params"]}
         sizes = check(path, meta) if check else {}
         if has_checksums(meta):
-            check_files(path / "state", jax.process_index(), jax.process_count())
+            check_files(path / "state", group.index, group.count)
     if not has_checksums(meta):
         say(
             f"checkpoint {path} was saved by a version that wrote no checksums: nothing proves "
             f"that its arrays are undamaged"
         )
-    with succeed_on_all_processes(path, checked=has_checksums(meta)):
+    with succeed_on_all_processes(group, path, checked=has_checksums(meta)):
         return _read_arrays(path, keying, like, exclusion, embed_head_key(meta), sizes), meta
 
 

@@ -46,12 +46,12 @@ _PAUSE = 5.0  # seconds until what storage did not answer is asked again
 class CheckpointStore:
     """The checkpoints of one run: a context manager that waits for pending saves on exit.
 
-    All processes of a run must call its methods in the same order. `local` are its local saves.
-    Every save adds the entries of `carried` to its metadata. The newest `keep` checkpoints stay on
-    disk, those of steps that are multiples of `keep_every` (0: no others), and all that another run
-    has saved there. `check_owner` is called before anything is written or removed, and does not
-    return if another run uses the directory. `group` is by default that of this process. Raises
-    `ConfigError` where the directory cannot be written.
+    All processes of `group` (by default those of the run) must call its methods in the same order.
+    `local` are their local saves. Every save adds the entries of `carried` to its metadata. The
+    newest `keep` checkpoints stay on disk, those of steps that are multiples of `keep_every` (0: no
+    others), and all that another run has saved there. `check_owner` is called before anything is
+    written or removed, and does not return if another run uses the directory. Raises `ConfigError`
+    where the directory cannot be written.
 
     >>> import jax, tempfile
     >>> import jax.numpy as jnp
@@ -88,7 +88,7 @@ class CheckpointStore:
     ):
         self.local, self.directory = local, storage.absolute(directory)
         self._check_owner = check_owner
-        self._group = group = group or processes.group()
+        self.group = group = group or processes.group()
         self.keying = keying
         self.carried: dict[str, Any] = {}
         self._asynchronous, self._say = asynchronous, say
@@ -145,14 +145,12 @@ class CheckpointStore:
         while True:
             self.wait()
             found, cause = self._is_listed(step)
-            written = self._group.any("is a step written", found)
-            unanswered = self._group.any(
-                "did storage answer", self._unanswered or cause is not None
-            )
+            written = self.group.any("is a step written", found)
+            unanswered = self.group.any("did storage answer", self._unanswered or cause is not None)
             if written or not unanswered:
                 return written
             late = self._last[0] != step or is_over(str(self.directory), started)
-            if self._group.any("is a save late", late):
+            if self.group.any("is a save late", late):
                 raise ConfigError(
                     f"step {step} is not saved: {self.directory} does not answer: see that this "
                     f"machine reaches it, and start the same command again."
@@ -162,7 +160,7 @@ class CheckpointStore:
 
     def _is_listed(self, step: int) -> tuple[bool, Exception | None]:
         """Whether process 0 finds a step, False in others; and the error that keeps it from it."""
-        if not self._group.is_first:
+        if not self.group.is_first:
             return False, None
         try:
             found = retry(lambda: list_steps(self.directory), str(self.directory), self._say)
@@ -188,7 +186,7 @@ class CheckpointStore:
             self._check_all_can_write()
             if step in self.steps:
                 return
-            self._retention.note_foreign(self.steps, self._group)
+            self._retention.note_foreign(self.steps, self.group)
             self._barrier.begin()
             self._unanswered = self._failing = False
             self._manager.save(step, args=args)
@@ -197,7 +195,7 @@ class CheckpointStore:
 
     def _is_known(self, step: int) -> bool:
         """Whether all processes know that a step is on disk."""
-        return not self._group.any("is a step to be saved", self._stale or step not in self.steps)
+        return not self.group.any("is a step to be saved", self._stale or step not in self.steps)
 
     def save_locally(self, step: int, state: Tree, meta: dict[str, Any]) -> None:
         """Save a step as `save` does, but in `local`, where it stays until the next."""
@@ -217,8 +215,8 @@ class CheckpointStore:
         """Remove the checkpoints of steps after `last_step`, from which the run goes on."""
         self.wait()
         self.clear_local()
-        with self._group.first_before_others("removal of later steps"):
-            if self._group.is_first:
+        with self.group.first_before_others("removal of later steps"):
+            if self.group.is_first:
                 retry(lambda: self._remove_later(last_step), str(self.directory), self._say)
         retry(self._reload, str(self.directory), self._say)
 
@@ -254,11 +252,11 @@ class CheckpointStore:
                 path = self.directory / str(step)
                 with position.metered(self._movement):
                     named = named_by_step(check)
-                    found = read_state(path, self.keying, like, say=say, check=named)
+                    found = read_state(path, self.keying, like, None, say, named, group=self.group)
                 return self._retention.continue_from(found)
             except ConfigError as error:  # in all processes
                 late = is_over(str(self.directory), started)
-                if self._group.any("is a restore late", late or not passes(error, worked=True)):
+                if self.group.any("is a restore late", late or not passes(error, worked=True)):
                     raise
                 if not is_told:
                     say(f"warning: {path} does not answer ({error.__cause__}): it is read again")
@@ -277,12 +275,12 @@ class CheckpointStore:
             with as_os_errors():
                 return next(name for name in names if not (self.directory / name).exists())
 
-        found = self._group.from_first(
+        found = self.group.from_first(
             "name for a damaged step", lambda: retry(name, str(self.directory), self._say)
         )
         aside = self.directory / found
-        with self._group.first_before_others(f"removal of damaged step {step}"):
-            if self._group.is_first:
+        with self.group.first_before_others(f"removal of damaged step {step}"):
+            if self.group.is_first:
                 try:
                     storage.move_tree(self.directory / str(step), aside)
                 except OSError as error:
@@ -296,7 +294,7 @@ class CheckpointStore:
     def _remove_unfinished(self) -> None:
         """Remove files of a killed or failed save, which can be as large as the full state."""
         self._check_owner()
-        if self._group.is_first:
+        if self.group.is_first:
             for path in list_unfinished(self.directory):
                 storage.remove_tree(path)
 
@@ -326,8 +324,8 @@ class CheckpointStore:
             retry(prepare, str(self.directory), self._say)
         except OSError as error:
             cause = error
-        if self._group.any("can all write", cause is not None):
-            self._unanswered = self._group.any("does storage answer", passes(cause, worked=True))
+        if self.group.any("can all write", cause is not None):
+            self._unanswered = self.group.any("does storage answer", passes(cause, worked=True))
             other = ConnectionError if self._unanswered else OSError
             raise cause or other("another process cannot write")
 

@@ -85,7 +85,10 @@ def plan(
 def open_files(config: Config, say: Say, group: Group) -> Iterator[Files]:
     """Hold the run directory, watched for hangs, while the body runs."""
     directory = local_folder(config.run.dir)
-    with Watchdog(config.runtime.hang_timeout) as watchdog, locked(directory, say, group) as lock:
+    with (
+        Watchdog(config.runtime.hang_timeout, group) as watchdog,
+        locked(directory, say, group) as lock,
+    ):
         if not is_address(config.run.dir):
             check_shared(directory, group)
         with (
@@ -101,11 +104,11 @@ def open_training(
     plan: RunPlan, devices: Sequence[jax.Device], files: Files, say: Say
 ) -> Iterator[Training]:
     """Open trainer, data, progress and checkpoints; saves are complete when the body has ended."""
+    group = files.group
     if plan.config.parallel.costs == "measure":
-        plan, message = measure(plan)
+        plan, message = measure(plan, group)
         say(message)
     position.enter("open")
-    group = files.group
     trainer, config = Trainer(plan, devices, inputs_of_programs(plan)), plan.config
     files.watchdog.place = place_of(trainer.mesh)
     data = open_run_data(config, files.directory, group)
@@ -206,4 +209,6 @@ def open_loop(training: Training, files: Files, step: int) -> Iterator[TrainLoop
             from jaxpipe.inference.tasks import RunTasks  # needs lm-eval, an extra
 
             tasks = RunTasks.open(trainer, ServingFiles.from_meta(checkpoints.carried))
-        yield TrainLoop(trainer, data, checkpoints, progress, log, exports, tasks, files.spool)
+        yield TrainLoop(
+            trainer, data, checkpoints, progress, log, files.group, exports, tasks, files.spool
+        )

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jaxpipe.run.history import versions
-from jaxpipe.runtime import processes
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.programs.compile_cache import compile_timed
 from jaxpipe.runtime.storage.directory import WriteGuard
 from jaxpipe.runtime.storage.spool import local_folder
@@ -51,8 +51,8 @@ class CheckedGradients(NamedTuple):
 class CorruptionCheck:
     """Checks every `train.corruption_check_every`-th step of a run before it is made."""
 
-    def __init__(self, trainer: Trainer, say: Callable[[str], None]):
-        self._trainer, self._say = trainer, say
+    def __init__(self, trainer: Trainer, group: Group, say: Callable[[str], None]):
+        self._trainer, self._group, self._say = trainer, group, say
         self._every = trainer.config.train.corruption_check_every
         self._compiled: dict[int, Any] = {}  # gradient programs by order
 
@@ -96,9 +96,10 @@ class CorruptionCheck:
             self._compiled[order], took = compile_timed(gradient_program(trainer), *inputs)
             self._say(f"corruption check {order}: {took}")
             # gloo gives up on processes that compile for longer than others
-            processes.group().barrier(f"compiled corruption check {order}")
+            self._group.barrier(f"compiled corruption check {order}")
         marks, gradients = self._compiled[order](*inputs)
-        return CheckedGradients(_gathered(marks), list(trainer.mesh.devices.flat), gradients)
+        fingerprints = _gathered(marks, self._group)
+        return CheckedGradients(fingerprints, list(trainer.mesh.devices.flat), gradients)
 
     @cached_property
     def _trainer_of(self) -> Callable[[int], Trainer]:
@@ -134,9 +135,9 @@ class CorruptionCheck:
         shards: dict[str, Any] = dict(_shards("batch", batch))
         for order, run in enumerate(runs):
             shards |= dict(_shards(f"gradients-{order}", run.gradients))
-        with (folder / f"process-{jax.process_index()}.npz").open("wb") as file:
+        with (folder / f"process-{self._group.index}.npz").open("wb") as file:
             np.savez(file, **shards)
-        if processes.first():
+        if self._group.is_first:
             report = versions() | {
                 "wrong_devices": wrong,
                 "device_kinds": [device.device_kind for device in runs[0].devices],
@@ -183,7 +184,7 @@ def outvoted(results: np.ndarray, devices: np.ndarray) -> list[int]:
     return sorted(set.intersection(*suspects) or set.union(*suspects))
 
 
-def _gathered(marks: jax.Array) -> np.ndarray:
+def _gathered(marks: jax.Array, group: Group) -> np.ndarray:
     """The fingerprints of all places, flat, from those on this process's devices."""
     own = {
         int(np.ravel_multi_index([part.start or 0 for part in shard.index], marks.shape)): int(
@@ -192,7 +193,7 @@ def _gathered(marks: jax.Array) -> np.ndarray:
         for shard in marks.addressable_shards
     }
     merged: dict[str, int] = {}
-    for text in processes.group().gather("fingerprints", json.dumps(own)):
+    for text in group.gather("fingerprints", json.dumps(own)):
         merged |= json.loads(text)
     return np.array([merged[str(place)] for place in range(marks.size)], np.uint32)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from jaxpipe.config import ConfigError
 from jaxpipe.data.batches import Batch, DataSplit
-from jaxpipe.runtime import position, processes
+from jaxpipe.runtime import position
+from jaxpipe.runtime.group import Group
 from jaxpipe.training.state import State
 from jaxpipe.training.step_metrics import host_total
 from jaxpipe.training.trainer import Trainer
@@ -16,6 +17,7 @@ from jaxpipe.training.trainer import Trainer
 
 def heldout_loss(
     trainer: Trainer,
+    group: Group,
     eval_step: Callable[[State, Any], tuple[Any, Any]],
     heldout: DataSplit,
     state: State,
@@ -29,7 +31,8 @@ def heldout_loss(
     total = targets = 0.0
     batches = heldout.batches(0, **trainer.sharder.sizes)
     with contextlib.closing(batches):
-        for batch in _alike(itertools.islice(batches, trainer.config.train.eval_steps)):
+        first = itertools.islice(batches, trainer.config.train.eval_steps)
+        for batch in _alike(first, group):
             position.enter("evaluate")
             loss, counts = eval_step(state, trainer.put(batch))
             count = host_total(counts)
@@ -40,7 +43,7 @@ def heldout_loss(
     return total / targets
 
 
-def _alike(batches: Iterator[Batch]) -> Iterator[Batch]:
+def _alike(batches: Iterator[Batch], group: Group) -> Iterator[Batch]:
     """The batches; raises `ConfigError` in all processes where one of them cannot read its own."""
     while True:
         batch, cause = None, None
@@ -48,7 +51,7 @@ def _alike(batches: Iterator[Batch]) -> Iterator[Batch]:
             batch = next(batches, None)
         except (ConfigError, OSError) as error:
             cause = error
-        processes.group().refuse("held-out batch", str(cause or ""), cause)
+        group.refuse("held-out batch", str(cause or ""), cause)
         if batch is None:
             return
         yield batch

@@ -31,6 +31,7 @@ from jaxpipe.run.watch.summary import closing_words
 from jaxpipe.runtime import position, processes
 from jaxpipe.runtime.command import code_of
 from jaxpipe.runtime.exit_code import ExitCode
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage.spool import Spool
 from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.fused import programs
@@ -44,9 +45,9 @@ T = TypeVar("T")
 class TrainLoop:
     """The training loop of a started run.
 
-    `log` is None except on the first process; `exports` is told of every save, and `spool` uploads
-    logs before it, unless they are None; `tasks` returns further numbers of a state, every
-    `train.evaluate_every` steps.
+    `log` is None except on the first process of `group`; `exports` is told of every save, and
+    `spool` uploads logs before it, unless they are None; `tasks` returns further numbers of a
+    state, every `train.evaluate_every` steps.
     """
 
     trainer: Trainer
@@ -54,6 +55,7 @@ class TrainLoop:
     checkpoints: CheckpointStore
     progress: Progress
     log: MetricsLog | None
+    group: Group
     exports: Exports | None = None
     tasks: Callable[[State], dict[str, float]] | None = None
     spool: Spool | None = None
@@ -61,7 +63,7 @@ class TrainLoop:
     @cached_property
     def steps(self) -> CompiledSteps:
         """The compiled steps."""
-        return CompiledSteps(self.trainer, self.progress.say)
+        return CompiledSteps(self.trainer, self.group, self.progress.say)
 
     @cached_property
     def stragglers(self) -> Stragglers:
@@ -71,7 +73,7 @@ class TrainLoop:
     @cached_property
     def corruption(self) -> CorruptionCheck:
         """The check for devices that compute wrong numbers."""
-        return CorruptionCheck(self.trainer, self.progress.say)
+        return CorruptionCheck(self.trainer, self.group, self.progress.say)
 
     def loop(self, state: State, seen: DataPosition) -> int:
         """Train until the last step, a signal, or too many skipped steps; return the exit code.
@@ -242,7 +244,7 @@ class TrainLoop:
         try:
             return evaluate(state)
         except Exception as error:
-            if isinstance(error, ConfigError) or not processes.several():  # it fails in all
+            if isinstance(error, ConfigError) or self.group.count == 1:  # it fails in all
                 self._save(dispatched.step, state, dispatched.after)
                 self.checkpoints.is_written(dispatched.step)
             raise
@@ -288,7 +290,7 @@ class TrainLoop:
 
     def _heldout_loss(self, state: State) -> float:
         eval_step, data = self.steps.eval_step, self.data.heldout
-        return heldout_loss(self.trainer, eval_step, data, state, self.progress.say)
+        return heldout_loss(self.trainer, self.group, eval_step, data, state, self.progress.say)
 
     def _check(self, step: int, state: State, batch: Any) -> str:
         """What a check of the step finds wrong with the devices; "" if the run goes on."""

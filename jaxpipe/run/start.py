@@ -270,7 +270,8 @@ def _read(
 ) -> tuple[Any, dict[str, Any]]:
     """Read a checkpoint of another run, which is not renamed if it is damaged."""
     try:
-        return read_state(path, checkpoints.keying, like, exclusion, say, check)
+        keying, group = checkpoints.keying, checkpoints.group
+        return read_state(path, keying, like, exclusion, say, check, group=group)
     except DamagedError as error:
         raise ConfigError(
             f"checkpoint {path} is damaged ({error}): give another as checkpoint.resume."

@@ -32,6 +32,7 @@ import numpy as np
 from jaxpipe.runtime import position, processes
 from jaxpipe.runtime.activity import activity
 from jaxpipe.runtime.exit_code import ExitCode
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.hang_cause import Report, Verdict, verdict
 from jaxpipe.runtime.storage.directory import remove_with_folders
 from jaxpipe.runtime.storage.spool import Spool
@@ -53,14 +54,14 @@ FILES, STACKS = "processes", "hangs"  # folders in the run directory
 class Watchdog:
     """Ends a run that hangs; a context manager around everything after `processes.join`.
 
-    With a timeout of 0 it does nothing.
+    With a timeout of 0 it does nothing. The processes of `group` all enter it.
 
     Attributes:
       place: coordinates of this process's devices on the mesh, for the sentence.
     """
 
-    def __init__(self, timeout: position.Timeout):
-        self.place = ""
+    def __init__(self, timeout: position.Timeout, group: Group):
+        self._group, self.place = group, ""
         self._timeout = timeout
         self._period = _PERIOD if timeout == "auto" else min(_PERIOD, timeout / 5)
         self._thread: threading.Thread | None = None
@@ -82,11 +83,11 @@ class Watchdog:
         watch = processes.watch()
         self._service = watch.service if watch else None
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S")
-        started = processes.group().from_first("time of the start", lambda: now)
+        started = self._group.from_first("time of the start", lambda: now)
         if watch:
             watch.last_words = self._write_stacks
         self._started, self._main = started, threading.get_ident()
-        self._index, self._count = processes.place()
+        self._index, self._count = self._group.index, self._group.count
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         return self

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from jaxpipe.data.batches import DataSplit
-from jaxpipe.runtime import position, processes
+from jaxpipe.runtime import position
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.programs.compile_cache import compile_timed
 from jaxpipe.runtime.programs.program_store import load_program
 from jaxpipe.training.fused import FusedSteps
@@ -26,14 +27,16 @@ _AT_ONCE = 4  # lengths to look up between two steps
 class CompiledSteps:
     """A trainer's compiled steps for batches of any length; a context manager.
 
+    The processes of `group` run them together, once all have compiled them.
+
     With `train.variable_length` one thread compiles a program for every (microbatches, length), in
     the order of requests. The lengths are a function of (seed, position), so the programs of the
     next steps are compiled while earlier steps run, in the same order on all processes. Otherwise
     there is one length, and the steps are the trainer's own.
     """
 
-    def __init__(self, trainer: Trainer, say: Callable[[str], None]):
-        self._trainer, self._say = trainer, say
+    def __init__(self, trainer: Trainer, group: Group, say: Callable[[str], None]):
+        self._trainer, self._group, self._say = trainer, group, say
         self._varies = trainer.config.train.variable_length
         self.fused = FusedSteps(trainer)
         self._programs: OrderedDict[tuple[str, int, int], Future[Any]] = OrderedDict()
@@ -90,7 +93,7 @@ class CompiledSteps:
                 stored=self._trainer.programs.find(key, state, batch),
             )  # fmt: skip
             self._say(f"{key}: {took}")
-            processes.group().barrier(f"compiled {key}")
+            self._group.barrier(f"compiled {key}")
             position.enter(phase)
         return self._met[key]
 
@@ -104,7 +107,7 @@ class CompiledSteps:
             return None, ""
         devices = list(self._trainer.mesh.devices.flat)
         options = self._trainer.compiler_options
-        return load_program(Path(directory), key, lowered, devices, options)
+        return load_program(self._group, Path(directory), key, lowered, devices, options)
 
     def _program(self, name: str, state: State, batch: Tree) -> Any:
         """The program for the batch's shape; waits until all processes have compiled it."""
@@ -117,7 +120,7 @@ class CompiledSteps:
         key = name, rows // parallel.slices, whole
         program = self._ask(*key).result()
         if key not in self._ready:
-            processes.group().barrier("compiled {} of {} rows of {}".format(*key))
+            self._group.barrier("compiled {} of {} rows of {}".format(*key))
             self._ready.add(key)
         position.enter(phase)
         return program
@@ -136,7 +139,7 @@ class CompiledSteps:
         trainer, state = self._trainer, self._trainer.state_shapes
         batch = trainer.sharder.shapes(length, trains=name == "train_step")
         # Several processes would have to agree here, beside what their main threads agree on.
-        stored = None if processes.several() else trainer.programs.find(name, state, batch)
+        stored = trainer.programs.find(name, state, batch) if self._group.count == 1 else None
         program, took = compile_timed(getattr(trainer, name), state, batch, stored=stored)
         self._say(f"{name} for {microbatches} microbatches of {length:,} tokens a row: {took}")
         return program

@@ -21,6 +21,7 @@ from jaxpipe.checkpoint.integrity import read_meta
 from jaxpipe.checkpoint.listing import list_steps
 from jaxpipe.checkpoint.orbax_port.handler import copy_to_host
 from jaxpipe.config import ConfigError
+from jaxpipe.runtime.group import Group
 from jaxpipe.training.trainer import Trainer
 
 DATA = Path(__file__).parents[1] / "data"
@@ -123,7 +124,8 @@ def test_a_checkpoint_of_format_1_restores_and_is_saved_as_format_2(tmp_path):
     """`data/checkpoint_format_1` was written by the code of that format, with this state."""
     path = DATA / "checkpoint_format_1" / "5"
     like, keying = make_state([1, 2])
-    restored, meta = read_state(path, keying, jax.tree.map(jnp.zeros_like, like), say=pytest.fail)
+    zeros = jax.tree.map(jnp.zeros_like, like)
+    restored, meta = read_state(path, keying, zeros, say=pytest.fail, group=Group())
     assert (meta["format"], meta["step"], meta["position"]) == (1, 5, 40)
     jax.tree.map(np.testing.assert_array_equal, restored, like)
     stored = StoredCheckpoint(path)

@@ -21,6 +21,7 @@ from jaxpipe.checkpoint import DamagedError, integrity, read_state, restoring
 from jaxpipe.checkpoint.__main__ import main as command
 from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.config import ConfigError
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage import errors as storage_errors
 
 BY_ORBAX_ALONE = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # not read here
@@ -67,7 +68,7 @@ def test_one_flipped_bit_anywhere_is_noticed(tmp_path, two, state_and_keying):
             shutil.copytree(two / "3", step)
             flip(tmp_path / step.name / Path(*name.parts[1:]), place, bit)
             with pytest.raises(DamagedError):
-                read_state(step, keying, state)
+                read_state(step, keying, state, group=Group())
             with pytest.raises(ConfigError, match="is damaged"):
                 StoredCheckpoint(step).read([("params", "embed_head", "embed")])
 

@@ -36,6 +36,7 @@ from jaxpipe.checkpoint.hf.parameters import (
 from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.core.mesh import Sharding, StageLayout, make_mesh
 from jaxpipe.model.families.llama.decoder import LlamaDecoder
+from jaxpipe.runtime.group import Group
 
 TOKENS = np.random.default_rng(1).integers(0, 32, (2, 9))
 
@@ -159,7 +160,7 @@ def test_any_layout_restores_the_parameters_alone(tmp_path, counts, dp, dtype):
     sharding = Sharding(make_mesh(len(counts), dp, devices=jax.devices()[: len(counts) * dp]))
     keying = StateKeying(layout, sharding)
     like = {"params": staged_shapes(LLAMA, layout, sharding)}
-    state, meta = read_state(step, keying, like)
+    state, meta = read_state(step, keying, like, group=Group())
     assert (meta["kind"], meta["step"], meta["position"]) == ("params", 0, 0)
     params = keying.to_keyed(state)["params"]
     jax.tree.map(

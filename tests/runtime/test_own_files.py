@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.programs.compile_cache import use_compile_cache
 from jaxpipe.runtime.programs.program_store import StoredProgram, load_program, save_program
 from jaxpipe.runtime.storage import own_files
@@ -120,9 +121,9 @@ def test_a_program_compiled_ahead_is_of_nobody_else(folder):
     x, device = jnp.float32(2.0), jax.devices()[:1]
     lowered = jax.jit(jnp.sin).lower(x)
     path = save_program(folder, "sin", lowered, lowered.compile(), device)
-    assert load_program(folder, "sin", lowered, device)[0] is not None
+    assert load_program(Group(), folder, "sin", lowered, device)[0] is not None
     path.chmod(0o666)
-    program, reason = load_program(folder, "sin", lowered, device)
+    program, reason = load_program(Group(), folder, "sin", lowered, device)
     assert program is None
     assert reason == f"{path} can be written by every user, and a program is code, so let only "\
         "yourself write it"  # fmt: skip

@@ -14,6 +14,7 @@ from jaxpipe.checkpoint.movement import movement_of
 from jaxpipe.runtime import position, watchdog
 from jaxpipe.runtime.connections import bytes_to_stores
 from jaxpipe.runtime.file_server import FileServer, fetch, send
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage import object_stores
 from jaxpipe.runtime.watchdog import Watchdog
 
@@ -45,7 +46,7 @@ def longest_idle(clock, file, seconds, every):
 
     A byte is written every `every` seconds; 0: never.
     """
-    dog, worst = Watchdog("auto"), 0.0
+    dog, worst = Watchdog("auto", Group()), 0.0
     unfinished = file.parent.parent.parent
     position.enter("save", 4)
     with position.metered(movement_of(unfinished, 0)):
@@ -117,7 +118,7 @@ def slow_store(monkeypatch):
 @pytest.mark.parametrize("way", ["sent", "received", "nothing"])
 def test_every_byte_of_a_connection_to_a_store_is_progress(clock, slow_store, way):
     """An object that takes longer than the limit is no hang, though no file is finished."""
-    dog, (ours, theirs), worst = Watchdog("auto"), slow_store, 0.0
+    dog, (ours, theirs), worst = Watchdog("auto", Group()), slow_store, 0.0
     position.enter("save", 4)
     with position.metered(movement_of("s3://bucket/run/checkpoints", 0)):
         for second in range(1, 2000):

@@ -10,6 +10,7 @@ from several import ends, free_port
 
 from jaxpipe.checkpoint.integrity import succeed_on_all_processes
 from jaxpipe.config import ConfigError
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.storage import errors as storage_errors
 from jaxpipe.runtime.storage.errors import as_os_errors, passes, remedy_of, retry
 
@@ -62,7 +63,8 @@ def answer(status, name):
 def test_what_may_answer_later(error, expected):
     """Also as the cause of what a checkpoint's reader raises."""
     error = error if isinstance(error, Exception) else of_s3(error[0], **error[1])
-    with pytest.raises(ConfigError) as raised, succeed_on_all_processes("1"), as_os_errors():
+    together = succeed_on_all_processes(Group(), "1")
+    with pytest.raises(ConfigError) as raised, together, as_os_errors():
         raise error
     assert passes(error) == passes(raised.value) == expected
 

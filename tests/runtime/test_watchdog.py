@@ -147,9 +147,10 @@ def test_a_single_process(tmp_path):
 STOPPED = """
 import time
 from jaxpipe.runtime import position
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.watchdog import Watchdog
 
-with Watchdog(4.0):
+with Watchdog(4.0, Group()):
     position.enter("data")
     print("started", flush=True)
     for _ in range(25):  # 2.5 seconds, and as long as the process is stopped

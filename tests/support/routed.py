@@ -23,6 +23,7 @@ from jaxpipe.run.start import start
 from jaxpipe.run.watch.loggers import open_loggers
 from jaxpipe.run.watch.metrics import MetricsLog
 from jaxpipe.run.watch.progress import Progress
+from jaxpipe.runtime.group import Group
 from jaxpipe.training.trainer import Trainer
 
 KINDS = ("routed", "experts") * 2
@@ -113,7 +114,8 @@ def run(trainer, directory, say=lambda _: None, *, console=None, data=batches):
             MetricsLog(directory, last_step=last, loggers=open_loggers(config, last)) as log,
             Progress(config.train.steps, shown, console, silent=console is None) as progress,
         ):
-            return TrainLoop(trainer, data, checkpoints, progress, log).loop(state, seen)
+            loop = TrainLoop(trainer, data, checkpoints, progress, log, Group())
+            return loop.loop(state, seen)
 
 
 def restored(trainer, directory):

@@ -20,6 +20,7 @@ from jaxpipe.run.loop import TrainLoop
 from jaxpipe.run.start import start
 from jaxpipe.run.watch.metrics import MetricsLog
 from jaxpipe.run.watch.progress import Progress
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.programs.program_store import ProgramStore
 from jaxpipe.training import compiled
 from jaxpipe.training.compiled import CompiledSteps
@@ -59,7 +60,8 @@ def run(directory, shard):
         state, seen = start(trainer, data, checkpoints, said.append)
         progress.say = said.append
         with MetricsLog(directory, last_step=int(state.step)) as log:
-            assert TrainLoop(trainer, data, checkpoints, progress, log).loop(state, seen) == 0
+            loop = TrainLoop(trainer, data, checkpoints, progress, log, Group())
+            assert loop.loop(state, seen) == 0
     return "\n".join(map(str, said))
 
 
@@ -153,14 +155,13 @@ def batch_of(length):
 def test_lengths_are_compiled_before_their_steps_and_no_more_than_once(monkeypatch):
     monkeypatch.setattr(compiled, "_KEPT", 3)
     waits = []  # for the other processes
-    group = SimpleNamespace(barrier=waits.append)
-    monkeypatch.setattr(compiled.processes, "group", lambda: group)
+    group = SimpleNamespace(barrier=waits.append, count=1)
     trainer, said = Steps(), []
     longest = [5, 20, 20, 33, 5, 70, 90]
     data = SimpleNamespace(
         contents=lambda at, step: DocumentLengths(step, longest[at // step], None)
     )
-    with CompiledSteps(trainer, said.append) as steps:
+    with CompiledSteps(trainer, group, said.append) as steps:
         for _ in range(2):
             assert steps.train_step(None, batch_of(16)) == 16
         assert len(waits) == 1

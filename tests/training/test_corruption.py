@@ -21,6 +21,7 @@ from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.run import corruption
 from jaxpipe.run.corruption import CorruptionCheck, outvoted
 from jaxpipe.runtime.exit_code import ExitCode
+from jaxpipe.runtime.group import Group
 
 HOW = [
     "parallel.pp=2", "parallel.dp=2", "optimizer.decay=constant", "train.deterministic=true",
@@ -102,7 +103,7 @@ def test_a_device_that_flips_a_bit_once_is_named_and_the_run_may_go_on(tmp_path,
 @pytest.mark.extended
 def test_devices_alike_raise_no_alarm():
     """Forty checks, each with other parameters."""
-    check, state = CorruptionCheck(trainer(), lambda _: None), trainer().init()
+    check, state = CorruptionCheck(trainer(), Group(), lambda _: None), trainer().init()
     for step in range(40):
         batch = trainer().put(batch_at(step, 4, 4))
         assert check.find(step, state, batch) == ""

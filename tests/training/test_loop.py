@@ -20,6 +20,7 @@ from jaxpipe.run.loop import TrainLoop
 from jaxpipe.run.start import DataPosition
 from jaxpipe.run.watch.metrics import MetricsLog
 from jaxpipe.runtime import position
+from jaxpipe.runtime.group import Group
 from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.state import State
 from jaxpipe.training.step_guard import StepGuard
@@ -115,7 +116,7 @@ class Recorder:
             )
             fresh = State(None, None, 0, None, StepGuard.fresh(self.config.train))
             tasks = self.tasks if self.config.train.evaluate_every else None
-            training = TrainLoop(self, self, self, self, log, tasks=tasks)
+            training = TrainLoop(self, self, self, self, log, Group(), tasks=tasks)
             return training.loop(fresh, DataPosition())
 
     def order(self, *names):

@@ -25,6 +25,7 @@ from jaxpipe.planning import (
 )
 from jaxpipe.run.measure import measured_costs, op_timers
 from jaxpipe.runtime import processes
+from jaxpipe.runtime.group import Group
 from jaxpipe.training.trainer import Trainer
 
 HOW = ("parallel.costs=measure", "parallel.schedule=zbv", "parallel.pp=2", "parallel.dp=1")
@@ -84,16 +85,16 @@ def test_what_measuring_gained_is_by_the_simulator(tmp_path, monkeypatch):
     config = load(tmp_path, "train.grad_accum_steps=6", "parallel.objective=span")
     monkeypatch.setattr(measured_costs, "_measure_ops", lambda trainer: SECONDS)
     before = resolve(config, CPUS)
-    found, message = measured_costs.measure(before)
+    found, message = measured_costs.measure(before, Group())
     first, second = message.splitlines()
     assert first.startswith("ops measured on this mesh, in ms of a layer: F 1e+03, B 2e+03, W 250")
     assert found.seconds == with_links(SECONDS)
     assert found.schedule == resolve(config, CPUS).schedule != before.schedule
     gained = float(second.partition(" s, ")[2].split("%")[0])
     assert gained > 0
-    assert measured_costs.measure(found)[1].startswith("ops were measured before: ")
+    assert measured_costs.measure(found, Group())[1].startswith("ops were measured before: ")
     plain = load(tmp_path / "plain", "parallel.schedule=1f1b")
-    _, message = measured_costs.measure(resolve(plain, CPUS))
+    _, message = measured_costs.measure(resolve(plain, CPUS), Group())
     assert "1f1b has one order, whatever ops cost; " in message
 
 
@@ -110,7 +111,7 @@ def test_costs_that_cannot_be_kept(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(measured_costs, "_measure_ops", lambda trainer: SECONDS)
     with pytest.raises(ConfigError, match=r"costs.json cannot be written \(File exists\)"):
-        measured_costs.measure(resolve(load(tmp_path / "file"), CPUS))
+        measured_costs.measure(resolve(load(tmp_path / "file"), CPUS), Group())
 
 
 @pytest.mark.extended

@@ -19,6 +19,7 @@ from jaxpipe.core.contract import Context
 from jaxpipe.data.batches import DataSplit, heldout_order
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.run.loop import TrainLoop
+from jaxpipe.runtime.group import Group
 from jaxpipe.training import step_guard
 from jaxpipe.training.compiled import CompiledSteps
 from jaxpipe.training.trainer import Trainer
@@ -53,8 +54,8 @@ def heldout_loss(trainer, count=ROWS):
     split = DataSplit("held-out", "", list(samples())[:count], heldout_order([count], [1]))
     said = []
     data, progress = SimpleNamespace(heldout=split), SimpleNamespace(say=said.append)
-    run = TrainLoop(trainer, data, None, progress, None)
-    with CompiledSteps(trainer, said.append):
+    run = TrainLoop(trainer, data, None, progress, None, Group())
+    with CompiledSteps(trainer, Group(), said.append):
         return run._heldout_loss(trainer.init()), said
 
 

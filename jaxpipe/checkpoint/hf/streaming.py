@@ -35,6 +35,7 @@ from jaxpipe.checkpoint.orbax_port.handler import StateHandler, StateSave
 from jaxpipe.checkpoint.orbax_port.stores import use_store_of
 from jaxpipe.config import Config, ConfigError, from_builtins
 from jaxpipe.model.layers.lora import NAME
+from jaxpipe.runtime import processes
 from jaxpipe.runtime.storage.files import AnyPath, absolute
 
 Tree = Any
@@ -239,7 +240,7 @@ class StoredCheckpoint:
     @contextlib.contextmanager
     def _report_damage(self, checked: bool = True) -> Iterator[None]:
         try:
-            with succeed_on_all_processes(self.directory, checked):
+            with succeed_on_all_processes(processes.group(), self.directory, checked):
                 yield
         except DamagedError as error:
             if is_being_removed(self.directory):

@@ -152,7 +152,7 @@ class LocalSaves:
                 say(f"local save of step {save.step}: {', '.join(damaged)} is not used")
                 continue
             try:
-                with succeed_on_all_processes(self._root):
+                with succeed_on_all_processes(self._group, self._root):
                     state, meta = self._read(copies, keying, like, check)
             except DamagedError as error:
                 say(f"local save of step {save.step}: {error}; it is not used")

@@ -16,7 +16,7 @@ from jaxpipe.planning import (
 )
 from jaxpipe.run.measure.op_timers import op_seconds
 from jaxpipe.run.measure.step_timers import TransferTimer
-from jaxpipe.runtime import processes
+from jaxpipe.runtime.group import Group
 from jaxpipe.schedules import find_family
 from jaxpipe.training.trainer import Trainer
 
@@ -28,19 +28,19 @@ _LEAST = {  # what an objective minimises: a description, and the field of a `Re
 }
 
 
-def measure(plan: RunPlan) -> tuple[RunPlan, str]:
+def measure(plan: RunPlan, group: Group) -> tuple[RunPlan, str]:
     """Measure op times and store them, unless the plan has them; return its plan and a message.
 
-    The plan returned is resolved for the measured seconds of process 0. All processes of a run must
-    call it. Raises `ConfigError` where the file cannot be written.
+    The plan returned is resolved for the measured seconds of process 0. All processes of the group
+    must call it. Raises `ConfigError` where the file cannot be written.
     """
     config, path = plan.config, own_costs(plan.config)
     if plan.seconds != analytic(config, plan.devices.hardware):
         return plan, f"ops were measured before: {path}"
     seconds = _measure_ops(Trainer(plan))
     try:
-        with processes.group().first_before_others("file of costs"):
-            if processes.first():
+        with group.first_before_others("file of costs"):
+            if group.is_first:
                 write_own(config, seconds)
     except OSError as error:
         raise ConfigError(

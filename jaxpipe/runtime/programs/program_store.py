@@ -26,6 +26,7 @@ from jax.tree_util import PyTreeDef
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.config.paths import is_address
 from jaxpipe.runtime import processes
+from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.programs.collective_order import thread_count, why_not_loadable
 from jaxpipe.runtime.programs.compile_cache import compile_timed, processor
 from jaxpipe.runtime.storage.files import digest, write_whole
@@ -208,15 +209,17 @@ def save_program(
 
 
 def load_program(
+    group: Group,
     directory: Path,
     name: str,
     lowered: jax.stages.Lowered,
     devices: Sequence[jax.Device],
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[jax.stages.Compiled | None, str]:
-    """Load the file of a program in all processes of the run, or in none. All call it.
+    """Load the file of a program in all processes of a group, or in none. All call it.
 
     Args:
+      group: the processes of the run.
       directory: where `save_program` has written it.
       name: of the program.
       lowered: the program, as this run has traced it.
@@ -228,7 +231,7 @@ def load_program(
       in all processes.
     """
     compiled, reason = _read_program(directory, name, lowered, devices, options)
-    reason = next(filter(None, processes.group().gather("saved program", reason)), "")
+    reason = next(filter(None, group.gather("saved program", reason)), "")
     return (None, reason) if reason else (compiled, "")
 
 
