@@ -79,8 +79,19 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     ] = "none"
     # number of steps whose maxima scale an operand
     fp8_history: Annotated[int, Meta(ge=1, le=2**16), read_with("train.fp8", "delayed")] = 1024
-    # what B recomputes: nothing, all but matrix products and attention, or everything
-    remat: Literal["none", "selective", "full"] = "none"
+    # what B recomputes: nothing, all but matrix products and attention, or everything. "ahead" is
+    # "full" in ticks in which a pipeline rank would wait for B; for this it stores what "selective"
+    # does, of one microbatch
+    remat: Annotated[
+        Literal["none", "selective", "full", "ahead"],
+        excludes(
+            "parallel.slices",
+            above=1,
+            when="ahead",
+            why="a slice would be computed with the state of later ones",
+        ),
+        excludes("train.offload_layers", when="ahead", why="recomputed residuals are read soon"),
+    ] = "none"
     offload_layers: Count = 0  # first layers of every stage whose residuals are kept on the host
     offload_moments: bool = False  # keep the optimizer's moments on the host between updates
     deterministic: bool = False  # bitwise equal results on the same devices; costs time on GPUs

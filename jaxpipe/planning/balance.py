@@ -11,7 +11,7 @@ from jaxpipe.planning.cost.costs import costs_of
 from jaxpipe.planning.cost.hardware import Hardware, LayerSeconds, op_seconds
 from jaxpipe.schedules import LIMITS, shorter_and_shorter
 
-_OPS = ("F", "B", "W")
+_OPS = ("F", "B", "W", "R")
 
 
 def balanced_splits(
@@ -48,7 +48,7 @@ def layer_seconds(config: Config, hardware: Hardware) -> tuple[float, ...]:
     seconds, costs = op_seconds(config, hardware), costs_of(config)
 
     def total(op: LayerSeconds) -> float:
-        return op.F + op.B + op.W
+        return op.F + op.B + op.W + op.R
 
     computed = {
         name: sum(

@@ -78,12 +78,15 @@ def stage_memory(config: Config, layout: "StageLayout") -> MemoryCosts:
     costs, away = costs_of(config), layout.first_ring_slots(config.train.offload_layers)
     kinds = [costs.kinds[kind] for kind in layout.ring_slot_kinds]
     here = [kind for ring, kind in enumerate(kinds) if ring not in away]
-    for_b, for_w = (sum(getattr(kind, name) for kind in here) for name in ("for_b", "for_w"))
+    for_b, for_w, for_r = (
+        sum(getattr(kind, name) for kind in here) for name in ("for_b", "for_w", "for_r")
+    )
     stash, state = (sum(getattr(kind, name) for kind in kinds) for name in ("stash", "state"))
     # the logits' gradient, and the head's input or stage 0's dx
     if config.parallel.defer_embed_head:
         for_w += logits_of(config) * ITEMSIZE[config.train.compute_dtype] + costs.message
-    return MemoryCosts(F=for_b + for_w, B=stash - for_b, W=-for_w - stash, state=state)
+    stored = for_r or for_b + for_w  # by F
+    return MemoryCosts(F=stored, B=stash + for_w - stored, W=-for_w - stash, state=state)
 
 
 def _memory_of(config: Config, layout: "StageLayout") -> tuple[int, MemoryCosts]:

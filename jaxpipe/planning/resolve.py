@@ -20,6 +20,7 @@ from jaxpipe.core.schedule import (
     Tables,
     assign_layers,
     lower,
+    recompute_ahead,
     validate,
 )
 from jaxpipe.core.schedule.scan import optimize_pace, scan_time
@@ -79,11 +80,16 @@ class RunPlan:
     @cached_property
     def costs(self) -> Costs:
         """Seconds of the schedule's stages, from `seconds`."""
+        return self.costs_of_stages(recomputes=self.schedule.recomputes)
+
+    def costs_of_stages(self, *, recomputes: bool) -> Costs:
+        """Seconds of the schedule's stages; `recomputes`: as in `OpSeconds.costs`."""
         return self.seconds.costs(
             self.layers,
             shared_by=self.config.parallel.vocab_shared_by,
             split=any(action.op is Op.B for _, action in self.schedule.actions()),
             pairs=self.lockstep.pairs,
+            recomputes=recomputes,
         )
 
     @cached_property
@@ -162,10 +168,13 @@ def arrange(
         limit = activation_limit_of(config, plan.layout, devices.memory)
         with limit.explaining():
             check_memory(schedule, limit.memory, limit.limit, lockstep)
-    if effort == QUICK:
-        return plan
-    phased = not lockstep.synchronizes_all and parallel.transfer_ticks != 2
-    return replace(plan, lockstep=optimize_pace(schedule, plan.costs, lockstep, phased=phased))
+    if effort != QUICK:
+        phased = not lockstep.synchronizes_all and parallel.transfer_ticks != 2
+        lockstep = optimize_pace(schedule, plan.costs, lockstep, phased=phased)
+    if config.train.remat == "ahead":
+        costs = plan.costs_of_stages(recomputes=True)
+        schedule, lockstep = recompute_ahead(schedule, costs, lockstep)
+    return replace(plan, schedule=schedule, lockstep=lockstep)
 
 
 def _arrange_balanced(
@@ -250,7 +259,7 @@ def _lockstep_of(config: Config, devices: Devices) -> Lockstep:
     On CPU a collective blocks whatever compute stands next to it, and all ranks meet in it. So
     messages have no tick of their own there, and halves of a cell in one branch would gain nothing.
     Paired halves read residuals before their branch, in every tick, so there are none if residuals
-    wait on the host.
+    wait on the host, or are recomputed in the same tick.
 
     Raises `ScheduleError` for embedding and head that are both vocabulary-parallel and deferred.
     """
@@ -260,7 +269,7 @@ def _lockstep_of(config: Config, devices: Devices) -> Lockstep:
         in_flight=parallel.in_flight or None,
         vocab_parallel=bool(parallel.vocab_shared_by),
         defer_embed_head=parallel.defer_embed_head,
-        pairs=not on_cpu and not config.train.offload_layers,
+        pairs=not (on_cpu or config.train.offload_layers or config.train.remat == "ahead"),
         synchronizes_all=on_cpu,
     )
 

@@ -58,11 +58,11 @@ def _move_to_step(cell: Cell, first: int, last: int | None) -> Cell:
 
     With `last`, the last microbatch of the step, the cell gets the update of its stage.
     """
-    forward, gradient, _ = (
+    forward, gradient, _, recompute = (
         action and action._replace(microbatch=first + action.microbatch) for action in cell
     )
     update = Action(Op.U, gradient.stage, last) if gradient and last is not None else None
-    return Cell(forward, gradient, update)
+    return Cell(forward, gradient, update, recompute)
 
 
 def fusion_gain(schedule: Schedule, steps: int, costs: Costs, lockstep: Lockstep = PLAIN) -> float:

@@ -14,7 +14,7 @@ def execution_of(plan: RunPlan) -> Execution:
     on_cpu = plan.devices.on_cpu
     return Execution(
         lockstep=plan.lockstep,
-        remat=train.remat,
+        remat="full" if train.remat == "ahead" else train.remat,
         compute_dtype=jnp.dtype(train.compute_dtype),
         zero_stage=parallel.zero_stage,
         grad_reduce_dtype=None if parallel.grad_reduce_dtype == "float32" else jnp.bfloat16,

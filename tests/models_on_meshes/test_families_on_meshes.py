@@ -49,6 +49,18 @@ CASES = {
         {"cp": 2, "heads": 1, "zero_stage": 3},
     ),
     "glm4": ("glm4", "zb_h1", (2, 2, 2), {"cp": 2, "heads": 1, "sequence": True}),
+    "gpt_oss, recomputed ahead": (
+        "packed_gpt_oss",
+        "1f1b",
+        (2, 2, 2),
+        {"cp": 2, "heads": 1, "sequence": True, "ep": 2, "remat": "ahead", "poison_bubbles": True},
+    ),
+    "deepseek, recomputed ahead": (
+        "packed_mixture_ahead",
+        "zb_h1",
+        (2, 4, 1),
+        {"ep": 2, "zero_stage": 3, "reshard_after_forward": True, "remat": "ahead"},
+    ),
 }
 FEW = [
     "biased, shared heads",
@@ -56,6 +68,8 @@ FEW = [
     "gpt_oss, packed, exchanged heads",
     "llama4, packed, ring",
     "olmo2",
+    "gpt_oss, recomputed ahead",
+    "deepseek, recomputed ahead",
 ]
 
 

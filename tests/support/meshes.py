@@ -23,6 +23,7 @@ from jaxpipe.core.mesh import (
     make_mesh,
     shard_batch,
 )
+from jaxpipe.core.schedule import Costs, recompute_ahead
 from jaxpipe.core.schedule.lockstep import PLAIN
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.ahead import rows_ahead
@@ -212,9 +213,15 @@ def pipeline_of(
     z_loss=0.0, replicate=1, ep=1, dtype=jnp.float32, examples=EXAMPLES, lockstep=PLAIN,
     **execution,
 ):  # fmt: skip
-    """Return the pipeline on a mesh, its parameters as they are stored, and the batch."""
+    """Return the pipeline on a mesh, its parameters as they are stored, and the batch.
+
+    `remat="ahead"` is full rematerialisation by actions of its own (R).
+    """
     _, shared, layers, batch = problem(model, dtype, examples)
     built = build(schedule, pp=pp, microbatches=MICROBATCHES, slices=slices)
+    if execution.get("remat") == "ahead":
+        built, lockstep = recompute_ahead(built, Costs(R=1.0), replace(lockstep, pairs=False))
+        execution["remat"] = "full"
     counts, kinds = (len(layers) // built.stages,) * built.stages, MODELS[model].layer_kinds
     layout = StageLayout(counts, built.placement, kinds)
     devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE

@@ -1,13 +1,14 @@
 """Timelines in pages: `python tests/support/timelines.py` redraws all of them.
 
 Every `<!-- timeline NAME option=value ... -->` line of a page is followed by the timeline of that
-schedule, up to `<!-- end -->`; the word `ticks` adds a line that numbers the ticks.
+schedule, up to `<!-- end -->`. The word `ticks` adds a line that numbers the ticks, and the word
+`recompute_ahead` adds R.
 """
 
 import re
 from pathlib import Path
 
-from jaxpipe.core.schedule import Lockstep
+from jaxpipe.core.schedule import Costs, Lockstep, recompute_ahead
 from jaxpipe.schedules import build, draw_timeline, fuse_steps
 
 ROOT = Path(__file__).parents[2]
@@ -37,13 +38,14 @@ def marked_timeline(words):
     rank 1 | .  F0 F1 BW0 BW1 .
     """
     name, *rest = words.split()
-    numbered = "ticks" in rest
-    options = {key: int(value) for key, value in (w.split("=") for w in rest if w != "ticks")}
+    options = {key: int(value) for key, value in (w.split("=") for w in rest if "=" in w)}
     steps = options.pop("fused_steps", 0)
     lockstep = {key: options.pop(key) for key in _LOCKSTEP if key in options}
-    one = build(name, **options)
-    drawn = draw_timeline(fuse_steps(one, steps) if steps else one, Lockstep(**lockstep))
-    return f"{_numbers(drawn)}\n{drawn}" if numbered else drawn
+    schedule, how = build(name, **options), Lockstep(**lockstep)
+    if "recompute_ahead" in rest:
+        schedule, how = recompute_ahead(schedule, Costs(R=1.0), how)
+    drawn = draw_timeline(fuse_steps(schedule, steps) if steps else schedule, how)
+    return f"{_numbers(drawn)}\n{drawn}" if "ticks" in rest else drawn
 
 
 def _numbers(drawn):

@@ -1,4 +1,4 @@
-"""F, B, W and BW of one chunk, as loops over its layers."""
+"""F, R, B, W and BW of one chunk, as loops over its layers."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -112,6 +112,27 @@ class Chunk:
         """Return F of every run as a function of the outputs of the run before it."""
         around = zip((None, *self.runs), self.runs, (*self.runs[1:], None))
         return [partial(_run_forward, inputs, *runs) for runs in around]
+
+    def recompute(
+        self, inputs: ActionInputs, slot: jax.Array, rings: tuple[RingArrays, ...]
+    ) -> tuple[RingArrays, ...]:
+        """Run R on what F stored in a slot; return the ring buffers with the residuals."""
+
+        def recompute(layer: LayerRun, params: Tree, ring: RingArrays) -> tuple[RingArrays]:
+            kind, buffers = layer.kind, layer.kind.rings
+            # R reads and writes the same ring buffers: see `_layer_gradient`.
+            stored = buffers.read_for_r(ring, slot, layer.first)
+            stored, ring = lax.optimization_barrier((stored, ring))
+            residuals = kind.split.recompute(params, inputs.context(layer, None), stored)
+            return (buffers.write_residuals(ring, residuals, inputs.row, layer.first),)
+
+        new, gathered = list(rings), None
+        for run, later in zip(self.runs, (*self.runs[1:], None)):
+            after = later and later.end(backward=False)
+            (new[run.ring],), gathered = run.over_layers(
+                recompute, (new[run.ring],), gathered, after, prefetch=True
+            )
+        return tuple(new)
 
     def gradient(
         self, op: Op, inputs: ActionInputs, before: BackwardOutputs, read_inputs: ReadInputs,

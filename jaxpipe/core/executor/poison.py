@@ -40,14 +40,19 @@ def poison_read_slots(
             lambda: carry.head_ring,
         )
         carry = carry._replace(head_ring=waited)
-    waits = [("for_b", row.for_b_read, [Op.B, Op.BW]), ("for_w", row.for_w_read, [Op.W, Op.BW])]
+    waits = [
+        ("for_b", row.for_b_read, ran(Op.B, Op.BW)),
+        ("for_w", row.for_w_read, ran(Op.W, Op.BW)),
+    ]
     if tables.has_split_backward:
-        waits.append(("stash", row.stash_read, [Op.W]))
+        waits.append(("stash", row.stash_read, ran(Op.W)))
+    if row.recompute is not None:
+        waits.append(("for_r", row.recompute.for_r_read, row.recompute.chunk > 0))
 
     def emptied(ring: RingBuffers, arrays: RingArrays) -> RingArrays:
-        for use, slot, readers in waits:
+        for use, slot, has_run in waits:
             poisoned = partial(ring.poison, arrays, use, slot)
-            arrays = lax.cond(ran(*readers), poisoned, lambda arrays=arrays: arrays)
+            arrays = lax.cond(has_run, poisoned, lambda arrays=arrays: arrays)
         return arrays
 
     return carry._replace(rings=tuple(map(emptied, rings, carry.rings)))

@@ -24,6 +24,7 @@ from jaxpipe.core.executor.traced_kind import BufferedKind, TracedKind
 from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, StageLayout
 from jaxpipe.core.mesh.flags import is_trained
 from jaxpipe.core.schedule import TableRow, Tables
+from jaxpipe.core.split.crossing import RECOMPUTED
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,16 @@ class DeviceProgram:
         layout, policy, offloaded = self.layout, None, 0
         if self.tables.has_gradients:
             policy, offloaded = self.execution.policy, self.execution.offload_layers
+        recomputed = RECOMPUTED if self.tables.recomputations else None
         functions, slots = self.functions.kinds_by_name, layout.slot_kinds
         runs = {slots[run.start]: (i, len(run)) for i, run in enumerate(layout.runs)}
 
         @cache
         def traced(name: str) -> TracedKind:
             layer = params.layer_shapes(*runs[name])
-            return TracedKind.trace(name, functions[name], layer, x, context, policy, trained)
+            return TracedKind.trace(
+                name, functions[name], layer, x, context, policy, trained, recomputed
+            )
 
         @cache
         def with_rings(name: str, layers: int, on_host: bool) -> BufferedKind:

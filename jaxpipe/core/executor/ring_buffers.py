@@ -33,7 +33,7 @@ class RingArrays(NamedTuple):
     """The arrays of the ring buffers of a ring group; an empty field has no buffers.
 
     Attributes:
-      residuals: residuals, written by F; also the W stash, written by B, where they share.
+      residuals: residuals, written by F and R; also the W stash, written by B, where they share.
       stash: the W stash, written by B, where it has ring buffers of its own.
       state: state between sequence slices, written by F; None: sequences are not sliced.
       dstate: gradient at the state, written by B and BW.
@@ -78,7 +78,8 @@ def values_by_use(
     They are `separate` where residuals are offloaded to the host, and where cells pair F with B: in
     such a branch a shared ring buffer would make B wait for what F writes.
     """
-    by_f, by_b = {"for_b": residuals.for_b, "for_w": residuals.for_w}, {"stash": stash}
+    by_b = {"stash": stash}
+    by_f = {"for_b": residuals.for_b, "for_w": residuals.for_w, "for_r": residuals.for_r or ()}
     return (by_f, by_b) if separate else (by_f | by_b, {})
 
 
@@ -92,7 +93,7 @@ def ring_lengths(
       slots_of: for every pipeline rank, the number of slots of each use.
 
     >>> small, large = (jax.ShapeDtypeStruct((size,), "float32") for size in (1, 9))
-    >>> ranks = [Buffers(0, 4, 4, 1, 0, 0, 0, 0), Buffers(0, 1, 4, 4, 0, 0, 0, 0)]
+    >>> ranks = [Buffers(0, 4, 4, 0, 1, 0, 0, 0, 0), Buffers(0, 1, 4, 0, 4, 0, 0, 0, 0)]
     >>> lengths = ring_lengths({"for_b": (large, small), "stash": (large, large)}, ranks)
     >>> lengths[small], lengths[large]
     (4, 9)
@@ -186,7 +187,8 @@ class RingBuffers:
     def _written_by(self, op: Op) -> tuple[str, ...]:
         """Return the fields of `RingArrays` that an op writes."""
         of_b = (self._field("stash"), "dstate")
-        return {Op.F: ("residuals", "state"), Op.B: of_b, Op.BW: ("dstate",), Op.W: ()}[op]
+        of_f = ("residuals", "state")
+        return {Op.F: of_f, Op.R: of_f[:1], Op.B: of_b, Op.BW: ("dstate",), Op.W: ()}[op]
 
     def state_before(self, arrays: RingArrays, row: TableRow, layer: Index) -> Tree:
         """Return the state that earlier slices of the sequence left; None without slices."""
@@ -199,12 +201,27 @@ class RingBuffers:
         self, arrays: RingArrays, new: Residuals, state: Tree, row: TableRow, layer: Index
     ) -> RingArrays:
         """Return the arrays of F with the residuals and state of a layer in their slots."""
-        arrays = self._write(arrays, "for_b", new.for_b, row.for_b_write, layer)
-        arrays = self._write(arrays, "for_w", new.for_w, row.for_w_write, layer)
+        if row.recompute is None or new.for_r is None:
+            arrays = self.write_residuals(arrays, new, row, layer)
+        else:
+            arrays = self._write(arrays, "for_r", new.for_r, row.recompute.for_r_write, layer)
         if state is not None:
             slot = layer * self.slots.state + row.state
             state = buffers.write(arrays.state, state, slot)
         return arrays._replace(state=state)
+
+    def write_residuals(
+        self, arrays: RingArrays, new: Residuals, row: TableRow, layer: Index
+    ) -> RingArrays:
+        """Return the arrays with a layer's residuals for B and W in their slots."""
+        arrays = self._write(arrays, "for_b", new.for_b, row.for_b_write, layer)
+        return self._write(arrays, "for_w", new.for_w, row.for_w_write, layer)
+
+    def read_for_r(
+        self, arrays: RingArrays, slot: jax.Array, layer: Index
+    ) -> tuple[jax.Array, ...]:
+        """Read what F stored for R."""
+        return self._read(arrays, "for_r", slot, layer)
 
     def write_backward(
         self, arrays: RingArrays, stash: tuple[Any, ...], dstate: tuple[Any, ...], row: TableRow,

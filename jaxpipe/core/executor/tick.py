@@ -27,6 +27,7 @@ from jaxpipe.core.executor.step_data import StepData
 from jaxpipe.core.executor.traced_kind import BufferedKind, empty_aux, empty_statistics
 from jaxpipe.core.executor.transfers import Transfers
 from jaxpipe.core.schedule import Op, OverlapPair, TableRow
+from jaxpipe.core.schedule.row import RecomputeColumns
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,9 @@ class DeviceWork:
                 carry = self._forward(step, carry, row, chunk + 1 == row.F, chunk)
         if not vocab_parallel:
             carry = self.embed_head.run_head(step, carry, row)
+        for chunk in tables.recomputations:
+            with jax.named_scope(f"R_chunk{chunk}"):
+                carry = self._recompute(step, carry, row, row.recompute, chunk)
         for op, chunk in tables.gradients:
             with jax.named_scope(f"{op.name}_chunk{chunk}"):
                 carry = self._gradient(
@@ -154,6 +158,19 @@ class DeviceWork:
             return self._with_aux_losses(carry, row, self.chunks[chunk].forward(inputs, before))
 
         return self._with_forward(carry, *lax.cond(runs, run, lambda: self._forward_state(carry)))
+
+    def _recompute(
+        self, step: StepData, carry: Carry, row: TableRow, own: RecomputeColumns, chunk: int
+    ) -> Carry:
+        """Run R of one chunk if the columns of R say so; residuals go to ring buffers."""
+        before = self._written_by(carry, Op.R)
+
+        def run() -> tuple[RingArrays, ...]:
+            inputs = _action_inputs(step, row, step.rows(own.microbatch))
+            return self.chunks[chunk].recompute(inputs, own.for_r_read, before)
+
+        written = lax.cond(chunk + 1 == own.chunk, run, lambda: before)
+        return carry._replace(rings=self._with_written(carry, Op.R, written))
 
     def _gradient(
         self, step: StepData, carry: Carry, row: TableRow, runs: jax.Array, op: Op, chunk: int

@@ -42,11 +42,12 @@ class TracedKind:
     @classmethod
     def trace(
         cls, name: str, kind: LayerKind, params: Tree, x: Any, context: Context,
-        policy: Policy | None, trained: Tree = None,
+        policy: Policy | None, trained: Tree = None, recomputed: Policy | None = None,
     ) -> "TracedKind":  # fmt: skip
         """Trace a layer kind; `policy` None means a forward-only pass.
 
-        `trained` has a flag for every parameter in `context.embed_head`.
+        `trained` has a flag for every parameter in `context.embed_head`; `recomputed` is the
+        policy of R, if the schedule has R.
 
         Raises `ValueError` where x or y is not one array, or y differs from x, or the returned
         state from the one it takes, in shape or dtype.
@@ -63,8 +64,9 @@ class TracedKind:
             of_layer = is_trained(param_specs_of(kind.param_specs, params, of_layer=True))
             flags = Weights(of_layer, embed_head_of(kind, trained))
             split = split_layer(
-                kind.layer, params, x, context, policy, kind.keep, kind.statistics, flags
-            )
+                kind.layer, params, x, context, policy, kind.keep, kind.statistics, flags,
+                recomputed,
+            )  # fmt: skip
             output = split.output
         check_array(f"y of the layers of kind {name!r}", output.y)
         _check_alike(name, "y", output.y, "x", x)

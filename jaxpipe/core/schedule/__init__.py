@@ -23,6 +23,7 @@ from jaxpipe.core.schedule.orders.loop import (
     zb_h2,
 )
 from jaxpipe.core.schedule.orders.vshape import one_f_one_b_v, zbv_order
+from jaxpipe.core.schedule.recompute import recompute_ahead
 from jaxpipe.core.schedule.row import TableRow
 from jaxpipe.core.schedule.simulate import SimulationReport, peak_memory, simulate
 from jaxpipe.core.schedule.validate import validate
@@ -58,6 +59,7 @@ __all__ = [
     "one_f_one_b_v",
     "peak_memory",
     "read_schedule",
+    "recompute_ahead",
     "simulate",
     "validate",
     "write_schedule",

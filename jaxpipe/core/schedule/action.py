@@ -5,7 +5,8 @@ In this package "rank" is short for pipeline rank (`pp_rank`), a coordinate on t
 Letters. This package writes B for the gradient of a stage's *input*, W for the gradient of its
 *weights* and BW for both in one action (Qi et al., "Zero Bubble Pipeline Parallelism", section 2).
 Labels such as `BW3@1` show op, microbatch and stage. Files use PyTorch's notation, `1B3`, where `I`
-is our B, `W` our W and `B` our BW; it has no letter for U, the optimizer update of a stage.
+is our B, `W` our W and `B` our BW; it has no letter for R, the recomputation of a stage's
+residuals ahead of B, and none for U, the optimizer update of a stage.
 """
 
 import enum
@@ -27,6 +28,7 @@ class Op(enum.Enum):
     B = "I"
     W = "W"
     BW = "B"
+    R = "R"
     U = "U"
 
     def __init__(self, letter: str):
@@ -79,7 +81,8 @@ class Value(NamedTuple):
 class Cell(NamedTuple):
     """What one rank does in one tick: an F, a gradient action (B, W or BW), or both.
 
-    `update` is the U of a stage whose weight gradients this cell's gradient action completes.
+    `recompute` is an R, which runs after F and before the gradient action. `update` is the U of a
+    stage whose weight gradients this cell's gradient action completes.
 
     >>> cell = Cell(Action(Op.F, 0, 7), Action(Op.BW, 3, 2))
     >>> str(cell), cell.notation
@@ -89,6 +92,7 @@ class Cell(NamedTuple):
     forward: Action | None = None
     gradient: Action | None = None
     update: Action | None = None
+    recompute: Action | None = None
 
     def __hash__(self) -> int:
         """The same in every process: before Python 3.12 the hash of None is an address."""
@@ -96,15 +100,22 @@ class Cell(NamedTuple):
 
     @classmethod
     def from_action(cls, action: Action) -> "Cell":
-        """Return a cell with one action, F or a gradient."""
-        return cls(forward=action) if action.op is Op.F else cls(gradient=action)
+        """Return a cell with one action, F, R or a gradient."""
+        match action.op:
+            case Op.F:
+                return cls(forward=action)
+            case Op.R:
+                return cls(recompute=action)
+            case _:
+                return cls(gradient=action)
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The actions present, F first."""
-        forward, gradient, update = self
-        if update is not None:
-            return tuple(action for action in self if action is not None)
+        """The actions present, in the order in which they run."""
+        forward, gradient, update, recompute = self
+        if update is not None or recompute is not None:
+            every = (forward, recompute, gradient, update)
+            return tuple(action for action in every if action is not None)
         if forward is None:
             return () if gradient is None else (gradient,)
         return (forward,) if gradient is None else (forward, gradient)
@@ -252,6 +263,11 @@ class Schedule:
         """Number of stages."""
         return self.placement.stages
 
+    @cached_property
+    def recomputes(self) -> bool:
+        """Whether residuals are recomputed by actions of their own (R), not by B."""
+        return any(cell.recompute for order in self.ranks for cell in order)
+
     @property
     def labels_stages(self) -> bool:
         """Whether labels name the stage, because a rank has several."""
@@ -270,13 +286,13 @@ class Schedule:
 
 
 def produced_value(action: Action) -> Value | None:
-    """Return the value of an action that other actions may read; None for W and U."""
+    """Return the value of an action that other stages or W may read; None for W, R and U."""
     match action.op:
         case Op.F:
             return Value("y", action.stage, action.microbatch)
         case Op.B | Op.BW:
             return Value("dx", action.stage, action.microbatch)
-        case Op.W | Op.U:
+        case Op.W | Op.R | Op.U:
             return None
 
 
@@ -309,8 +325,8 @@ def needed_values(action: Action, stages: int) -> list[Value]:
 
     F waits for the y of the previous stage. B and BW wait for the F of the same stage and
     microbatch and for the dx of the next stage (the last stage computes its output gradient from
-    its F). W waits for its B. U waits for no value: the order puts it after all gradients of its
-    stage.
+    its F). W waits for its B. R and U wait for no value: the order of their rank puts R between the
+    F and the B or BW whose residuals it computes, and U after all gradients of its stage.
     """
     _, stage, microbatch = action
     match action.op:
@@ -322,7 +338,7 @@ def needed_values(action: Action, stages: int) -> list[Value]:
             return forward if last else [*forward, Value("dx", stage + 1, microbatch)]
         case Op.W:
             return [Value("dx", stage, microbatch)]
-        case Op.U:
+        case Op.R | Op.U:
             return []
 
 

@@ -1,8 +1,8 @@
 """Place the actions of a schedule into a grid of ticks x ranks.
 
 The scan that runs a schedule executes in lockstep: all ranks run the same ticks, one after the
-other. `scan.py` computes how long they wait for each other. A cell has at most one F and at most
-one B, W or BW. The result of an action in tick t can be read on another rank from tick
+other. `scan.py` computes how long they wait for each other. A cell has at most one F, at most one R
+and at most one B, W or BW. The result of an action in tick t can be read on another rank from tick
 t + transfer_ticks on; on the same rank from the next tick on, or by the gradient action of the same
 cell, since F runs first.
 """
@@ -39,6 +39,7 @@ class Costs:
         other than pp. In a cell with two stages, the collectives of one action overlap with the
         compute of the other.
       U: time of an optimizer update of a stage.
+      R: time of a recomputation ahead of B, which B then does not take.
     """
 
     F: float | Sequence[float] = 1.0
@@ -48,6 +49,7 @@ class Costs:
     pair: float | None = None
     exchange: "Costs | None" = None
     U: float | Sequence[float] = 0.0
+    R: float | Sequence[float] = 0.0
 
     def action_time(self, action: Action) -> float:
         """Return the time of one action."""
@@ -66,12 +68,15 @@ class Costs:
                 return pick(self.B) + pick(self.W)
             case Op.U:
                 return pick(self.U)
+            case Op.R:
+                return pick(self.R)
 
     def cell_time(self, cell: Cell) -> float:
         """Return the time of a cell."""
         overlaps = cell.forward and cell.gradient and cell.gradient.op is Op.BW
         if self.pair is not None and overlaps:
-            return self.pair + (self.action_time(cell.update) if cell.update else 0.0)
+            others = filter(None, (cell.update, cell.recompute))
+            return self.pair + sum(map(self.action_time, others))
         return sum(map(self.action_time, cell.actions)) - self._hidden_time(cell)
 
     def _hidden_time(self, cell: Cell) -> float:
@@ -82,7 +87,7 @@ class Costs:
         >>> [costs.cell_time(Cell(forward, Action(Op.BW, stage, 1))) for stage in (1, 0)]
         [4.5, 6.0]
         """
-        (forward, gradient, _), exchange = cell, self.exchange
+        forward, gradient, exchange = cell.forward, cell.gradient, self.exchange
         if not (exchange and forward and gradient) or forward.stage == gradient.stage:
             return 0.0
         (of_f, f), (of_g, g) = (
@@ -97,8 +102,7 @@ def memoize_cell_time(costs: Costs) -> Callable[[Cell], float]:
     times: dict[tuple[tuple[Op, int] | None, ...], float] = {}
 
     def cell_time(cell: Cell) -> float:
-        forward, gradient, update = cell
-        key = forward and forward[:2], gradient and gradient[:2], update and update[:2]
+        key = tuple(action and action[:2] for action in cell)
         if key not in times:
             times[key] = costs.cell_time(cell)
         return times[key]
@@ -137,7 +141,7 @@ IsReady = Callable[
 def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
     """Return the grid `[tick][rank]`, every cell in the first tick its order and inputs allow.
 
-    Raises `ScheduleError` for a deadlock.
+    Raises `ScheduleError` for a deadlock, and for a schedule with R that is not placed in order.
     """
     return (_place_in_order if lockstep.in_flight is None else _place_ahead)(schedule, lockstep)
 
@@ -163,6 +167,11 @@ def _place_in_order(schedule: Schedule, lockstep: Lockstep) -> Grid:
 def _place_ahead(schedule: Schedule, lockstep: Lockstep) -> Grid:
     """Place forwards ahead of the order, with at most `in_flight` live microbatches per rank."""
     transfer_ticks, in_flight = lockstep.transfer_ticks, lockstep.in_flight or 0
+    if schedule.recomputes:
+        raise ScheduleError(
+            f"in_flight={in_flight}: {schedule.name} has R, whose position in the order of a rank "
+            f"says when it runs; give no in_flight."
+        )
     queues = [_RankQueues(order, in_flight, transfer_ticks == 1) for order in schedule.ranks]
     computed: dict[Value, tuple[int, int]] = {}  # value -> (rank that computed it, tick)
     grid: list[tuple[Cell, ...]] = []
@@ -203,7 +212,7 @@ class _RankQueues:
 
     def __init__(self, cells: Sequence[Cell], in_flight: int, pairs: bool):
         self._forwards = [cell.forward for cell in cells if cell.forward]
-        self._gradients = [cell[1:] for cell in cells if cell.gradient]  # (gradient, update)
+        self._gradients = [(cell.gradient, cell.update) for cell in cells if cell.gradient]
         counts = accumulate((cell.update is not None for cell in cells), initial=0)
         self._updates_before = [count for cell, count in zip(cells, counts) if cell.forward]
         self._updates = 0

@@ -82,7 +82,7 @@ def _received_value(action: Action, stages: int) -> Value | None:
     op, stage, m = action
     if op is Op.F:
         return Value("y", stage - 1, m) if stage else None
-    if op in (Op.W, Op.U):
+    if op in (Op.W, Op.R, Op.U):
         return None
     return Value("y", stage, m) if stage == stages - 1 else Value("dx", stage + 1, m)
 

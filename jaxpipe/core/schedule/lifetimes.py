@@ -24,8 +24,9 @@ class Buffers(NamedTuple, Generic[T]):
 
     Attributes:
       inbox: y or dx, from its arrival until it is read.
-      for_b: residuals, from F to B or BW.
-      for_w: residuals, from F to W or BW.
+      for_b: residuals, from F (or R, if there is one) to B or BW.
+      for_w: residuals, from F (or R) to W or BW.
+      for_r: what R recomputes them from, from F to R.
       stash: the W stash, from B to W; BW has none.
       head: inputs of the head's deferred weight gradients, from the loss to W of the last stage.
       embed: dx of stage 0 for the embedding's deferred gradient, from B to W.
@@ -36,6 +37,7 @@ class Buffers(NamedTuple, Generic[T]):
     inbox: T
     for_b: T
     for_w: T
+    for_r: T
     stash: T
     head: T
     embed: T
@@ -92,8 +94,12 @@ def live_intervals(
             continue
         else:
             rank_intervals.stash[key] = (b, w)
-        rank_intervals.for_b[key] = (start, b)
-        rank_intervals.for_w[key] = (start, w)
+        recomputed = when[Op.R].get(key)
+        if recomputed is not None:
+            rank_intervals.for_r[key] = (start, recomputed)
+        computed = start if recomputed is None else recomputed
+        rank_intervals.for_b[key] = (computed, b)
+        rank_intervals.for_w[key] = (computed, w)
         if lockstep.defer_embed_head and key.stage == schedule.stages - 1:
             rank_intervals.head[key] = (start, w)
         if lockstep.defer_embed_head and key.stage == 0:

@@ -96,7 +96,7 @@ class Lockstep:
 
         Raises `ScheduleError` where there is none.
         """
-        forward, gradient, _ = cell
+        forward, gradient = cell.forward, cell.gradient
         same = forward and gradient and gradient[1:] == forward[1:] and forward
         if self.vocab_parallel and same and same.stage == placement.stages - 1:
             raise ScheduleError(

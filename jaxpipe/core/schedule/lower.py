@@ -2,8 +2,9 @@
 
 A tick of the executor runs in the following order, which decides whether two uses of a slot in the
 same tick collide: it stores the messages that arrived and the values that stay on the rank; F reads
-its input and writes residuals; the head replaces the last stage's y by its gradient; the gradient
-action reads residuals and output gradient and writes the W stash.
+its input and writes residuals; the head replaces the last stage's y by its gradient; R reads what F
+kept and writes residuals; the gradient action reads residuals and output gradient and writes the W
+stash.
 """
 
 from collections.abc import Hashable, Mapping
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpipe.core.schedule.action import Action, Cell, Op, Placement, Schedule
+from jaxpipe.core.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError
 from jaxpipe.core.schedule.cells import Grid, place
 from jaxpipe.core.schedule.lanes import (
     Lane,
@@ -26,6 +27,7 @@ from jaxpipe.core.schedule.lanes import (
 )
 from jaxpipe.core.schedule.lifetimes import (
     Buffers,
+    SlotKey,
     action_key,
     assign_slots,
     live_intervals,
@@ -99,12 +101,23 @@ class Tables:
         """Whether some backward is split into B and W."""
         return bool(self.slots.stash)
 
+    @property
+    def recomputations(self) -> list[int]:
+        """The chunks whose R some cell runs; not empty where R writes the residuals, not F."""
+        columns = self.columns.recompute
+        return [] if columns is None else _chunks_in(columns.chunk)
+
     def uses_inbox(self, column: np.ndarray) -> bool:
         """Return whether any cell uses a given column of inbox slots."""
         return bool((column < self.slots.inbox).any())
 
     def _chunks_with(self, op: Op) -> list[int]:
-        return [value - 1 for value in np.unique(self.columns.chunk_column(op)).tolist() if value]
+        return _chunks_in(self.columns.chunk_column(op))
+
+
+def _chunks_in(column: np.ndarray) -> list[int]:
+    """Return the chunks that a column names, in which 1 + the chunk is to run."""
+    return [value - 1 for value in np.unique(column).tolist() if value]
 
 
 def build_grid(schedule: Schedule, lockstep: Lockstep) -> Grid:
@@ -122,7 +135,8 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     """Lower a schedule to tables.
 
     Raises `ScheduleError` for a placement in which consecutive stages are neither on the same nor
-    on neighbouring ranks, and for the errors of `place`.
+    on neighbouring ranks, for a schedule with R whose cells become pairs, and for the errors of
+    `place`.
 
     >>> from jaxpipe.core.schedule import one_f_one_b
     >>> columns = lower(one_f_one_b(pp=2, microbatches=2)).columns
@@ -139,6 +153,11 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     slots = Buffers(*map(max, zip(*used)))
     lanes = assign_lanes(schedule, list(inputs.values()))
     pairs = _list_overlap_pairs(schedule.placement, grid) if lockstep.pairs else ()
+    if pairs and schedule.recomputes:
+        raise ScheduleError(
+            f"{schedule.name} has R and cells whose F and gradient action share a branch, which "
+            f"reads residuals before any R can write them: use pairs=False."
+        )
     vocab_parallel = None
     if lockstep.vocab_parallel:
         vocab_parallel = vocab_parallel_columns(schedule, grid, slot_of, dummy=slots.inbox)
@@ -149,9 +168,9 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
         for rank, cell in enumerate(row):
             at = tick, rank
             _fill_ops(columns, at, cell, schedule.placement, pairs)
-            for action in filter(None, cell[:2]):
-                fill = _fill_forward if action.op is Op.F else _fill_gradient
-                fill(columns, at, action, schedule, slot_of[rank])
+            for action in cell.actions:
+                if fill := _FILL.get(action.op):
+                    fill(columns, at, action, schedule, slot_of[rank])
                 if action in inputs and inputs[action].stored_tick is None:
                     columns.dy_of_head[at] = 1
     for action, message in inputs.items():
@@ -200,7 +219,7 @@ def _list_overlap_pairs(placement: Placement, grid: Grid) -> tuple[OverlapPair, 
 
 def _overlap_pair(cell: Cell, placement: Placement) -> OverlapPair | None:
     """Return the pair of a cell whose two actions cannot depend on each other, else None."""
-    forward, gradient, _ = cell
+    forward, gradient = cell.forward, cell.gradient
     if not (forward and gradient):
         return None
     ahead, back = (placement.chunk(stage, m) for _, stage, m in (forward, gradient))
@@ -219,7 +238,7 @@ def _fill_ops(
     if pair in pairs:
         columns.pair[at] = 1 + pairs.index(pair)
         return
-    for op, stage, m in filter(None, cell[:2]):
+    for op, stage, m in filter(None, (cell.forward, cell.gradient)):
         columns.chunk_column(op)[at] = 1 + placement.chunk(stage, m)
 
 
@@ -243,11 +262,33 @@ def _fill_forward(
         columns.embed[at] = stage == 0
         columns.head[at] = stage == schedule.stages - 1
     _write_slot(columns.x_read, at, slot_of.inbox, action)
-    _write_slot(columns.for_b_write, at, slot_of.for_b, key)
-    _write_slot(columns.for_w_write, at, slot_of.for_w, key)
+    if columns.recompute is None:
+        _write_residuals(columns, at, key, slot_of)
+    else:
+        columns.recompute.for_r_write[at] = slot_of.for_r[key]
     _write_slot(columns.head_write, at, slot_of.head, key)
     if schedule.slices > 1:
         _write_slot(columns.state, at, slot_of.state, sequence_key(action, schedule))
+
+
+def _fill_recompute(
+    columns: TableRow[np.ndarray], at: Position, action: Action, schedule: Schedule, slot_of: SlotOf
+) -> None:
+    """Fill the slots that an R reads and writes."""
+    key, own = action_key(action), columns.recompute
+    assert own is not None
+    own.chunk[at] = 1 + schedule.placement.chunk(*key)
+    own.microbatch[at] = action.microbatch
+    own.for_r_read[at] = slot_of.for_r[key]
+    _write_residuals(columns, at, key, slot_of)
+
+
+def _write_residuals(
+    columns: TableRow[np.ndarray], at: Position, key: SlotKey, slot_of: SlotOf
+) -> None:
+    """Write the slots of residuals for B and W, which F computes or, if there is one, R."""
+    _write_slot(columns.for_b_write, at, slot_of.for_b, key)
+    _write_slot(columns.for_w_write, at, slot_of.for_w, key)
 
 
 def _fill_gradient(
@@ -278,6 +319,11 @@ def _fill_gradient(
     if columns.vocab_parallel is None and stage == 0:
         is_deferred = key in slot_of.embed  # the embedding's gradient is deferred to W
         columns.embed_gradient[at] = op.computes_dw if is_deferred else op.computes_dx
+
+
+_FILL = {Op.F: _fill_forward, Op.R: _fill_recompute} | dict.fromkeys(
+    (Op.B, Op.W, Op.BW), _fill_gradient
+)
 
 
 def _fill_message(

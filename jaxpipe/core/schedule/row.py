@@ -47,6 +47,19 @@ class StepColumns(NamedTuple, Generic[Column]):
     """Flag: the oldest step not yet validated is complete on all ranks; the same on every rank."""
 
 
+class RecomputeColumns(NamedTuple, Generic[Column]):
+    """Columns of R, the recomputation of residuals ahead of B."""
+
+    chunk: Column
+    """1 + the chunk to run R of."""
+    microbatch: Column
+    """Microbatch of R."""
+    for_r_write: Column
+    """Slot where F writes what R recomputes the residuals from; F writes no residuals then."""
+    for_r_read: Column
+    """Slot where R reads that."""
+
+
 class TableRow(NamedTuple, Generic[Column]):
     """One integer per column, for each tick and rank.
 
@@ -64,7 +77,7 @@ class TableRow(NamedTuple, Generic[Column]):
     BW: Column
     """1 + the chunk to run BW of."""
     pair: Column
-    """1 + an index into `Tables.pairs`; the four columns above are then 0."""
+    """1 + an index into `Tables.pairs`; the columns F, B, W and BW are then 0."""
     forward_mb: Column
     """Microbatch of F."""
     gradient_mb: Column
@@ -101,11 +114,11 @@ class TableRow(NamedTuple, Generic[Column]):
     """Per lane: 1 + the index of the kind to send; 0 where no rank reads the latest results."""
 
     for_b_write: Column
-    """Slot where F writes the residuals for B."""
+    """Slot where F (or R, if there is one) writes the residuals for B."""
     for_b_read: Column
     """Slot where B and BW read those residuals."""
     for_w_write: Column
-    """Slot where F writes the residuals for W."""
+    """Slot where F (or R) writes the residuals for W."""
     for_w_read: Column
     """Slot where B, W and BW read those residuals."""
     stash_write: Column
@@ -131,6 +144,8 @@ class TableRow(NamedTuple, Generic[Column]):
     """None where the ranks of the first and last stages compute embedding and head alone."""
     steps: StepColumns[Column] | None
     """None for a single step, whose update is not part of the schedule."""
+    recompute: RecomputeColumns[Column] | None
+    """None where F writes the residuals."""
     tick: Column | None = None
     """Number of the tick, where messages are printed; None in tables."""
 
@@ -175,4 +190,7 @@ def unused_columns(
         state=unused(slots.state), state_read=unused(slots.state), dstate=unused(slots.dstate),
         vocab_parallel=vocab_parallel,
         steps=steps,
+        recompute=RecomputeColumns(
+            unused(), unused(), unused(slots.for_r), unused(slots.for_r)
+        ) if slots.for_r else None,
     )  # fmt: skip

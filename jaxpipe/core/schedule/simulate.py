@@ -95,7 +95,8 @@ def peak_memory(schedule: Schedule, memory: MemoryCosts, lockstep: Lockstep = PL
 
     With `in_flight` a rank does not keep its order of cells, so the order is that of `place`.
     """
-    change = {Op.F: memory.F, Op.B: memory.B, Op.W: memory.W, Op.BW: memory.B + memory.W, Op.U: 0.0}
+    change = dict.fromkeys(Op, 0.0)
+    change |= {Op.F: memory.F, Op.B: memory.B, Op.W: memory.W, Op.BW: memory.B + memory.W}
     slices = schedule.slices
     orders = schedule.ranks if lockstep.in_flight is None else zip(*place(schedule, lockstep))
     peaks = []

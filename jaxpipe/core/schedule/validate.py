@@ -13,6 +13,7 @@ def validate(schedule: Schedule) -> None:
       - Each action is on the rank that computes its stage.
       - Each (stage, microbatch) has one F, and either one BW, or one B and one W, or, if the whole
         schedule is forward only, no gradient.
+      - Either every (stage, microbatch) has one R, between its F and its B or BW, or none has.
       - In a stage, slices of a sequence are on one rank, forwards in order, gradients in reverse.
       - With `updates`, each stage has one U per step, after its gradients of that step and before
         its forwards of the next.
@@ -20,6 +21,7 @@ def validate(schedule: Schedule) -> None:
     """
     _check_placement(schedule)
     _check_complete(schedule)
+    _check_recomputations(schedule)
     _check_updates(schedule)
     _check_slices(schedule)
     sort_topologically(schedule)
@@ -49,7 +51,7 @@ def _check_complete(schedule: Schedule) -> None:
             raise ScheduleError(f"{action} appears {times} times: it must appear once.")
     ops_of_pair: dict[tuple[int, int], set[Op]] = defaultdict(set)
     for op, stage, m in seen:
-        if op is not Op.U:
+        if op not in (Op.R, Op.U):
             ops_of_pair[stage, m].add(op)
     trained = any(op is not Op.F for op, _, _ in seen)
     legal = ({Op.F, Op.BW}, {Op.F, Op.B, Op.W}) if trained else ({Op.F},)
@@ -62,6 +64,27 @@ def _check_complete(schedule: Schedule) -> None:
                     f"stage {stage}, microbatch {m} has {have}: it needs F and then BW, "
                     f"or F, B and W{'' if trained else ', or F alone in every stage'}."
                 )
+
+
+def _check_recomputations(schedule: Schedule) -> None:
+    """Check that each R of a (stage, microbatch) comes between its F and its B or BW."""
+    if not schedule.recomputes:
+        return
+    if schedule.slices > 1:
+        raise ScheduleError(
+            f"slices={schedule.slices} with R: it would compute a slice with the state of later "
+            f"ones; leave R out, so that B recomputes, or use one slice."
+        )
+    done: set[Action] = set()
+    for rank, action in schedule.actions():
+        op, stage, m = action
+        needed = Op.F if op is Op.R else Op.R if op.computes_dx else None
+        if needed and (before := Action(needed, stage, m)) not in done:
+            raise ScheduleError(
+                f"rank {rank}, {action}: it must stand after {before}: where one stage and "
+                f"microbatch has an R, every one needs F, R, and then B or BW."
+            )
+        done.add(action)
 
 
 def _check_updates(schedule: Schedule) -> None:
@@ -108,7 +131,7 @@ def _check_slices(schedule: Schedule) -> None:
     for action, (rank, position) in when.items():
         forward = action.op is Op.F
         earlier = action.microbatch - 1 if forward else action.microbatch + 1
-        if action.op is Op.W or earlier // slices != action.microbatch // slices:
+        if action.op in (Op.W, Op.R) or earlier // slices != action.microbatch // slices:
             continue
         before = action._replace(microbatch=earlier)
         other = when.get(before)

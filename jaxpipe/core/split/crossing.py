@@ -5,7 +5,8 @@ on parameters, constants, the microbatch's rows or the state that the layer retu
 never stored, and so are values that elementwise equations compute from other residuals. The W stash
 are the values of B that W reads. Rematerialisation is the same split with fewer residuals: a policy
 says which forward values may be stored, and B recomputes the others. Values with a name in `keep`
-are stored whatever the policy says.
+are stored whatever the policy says. If R recomputes ahead of B, F stores for R what its policy
+allows, and R stores for B and W what a second policy allows.
 
 Effects (`jax.debug.print`, callbacks) happen once: those of the forward in F, those that depend on
 the gradient in B. Outputs of an equation with an effect are stored as if named in `keep`.
@@ -58,18 +59,30 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+RECOMPUTED = POLICIES["selective"]  # what R stores: to compute the rest again costs B little
+
+
 class Residuals(NamedTuple):
-    """Forward values that the backward reads: `for_b` live until B, `for_w` until W."""
+    """Forward values that the backward reads: `for_b` live until B, `for_w` until W.
+
+    If R recomputes these, F stores `for_r`, what R computes them from; else that is None.
+    """
 
     for_b: tuple[Any, ...]
     for_w: tuple[Any, ...]
+    for_r: tuple[Any, ...] | None = None
+
+    @property
+    def of_f(self) -> "Residuals":
+        """What F writes."""
+        return self if self.for_r is None else Residuals((), (), self.for_r)
 
 
 class Crossing(NamedTuple):
     """The values that cross between F, B and W.
 
     Attributes:
-      residuals: from F to B and W.
+      residuals: from F (or R) to B and W, and from F to R.
       stash: from B to W.
       gathered: all-gather outputs that both B and W need; BW computes them once.
       effects_in_f, effects_in_b: the equations that F and B run for their effects.
@@ -82,8 +95,16 @@ class Crossing(NamedTuple):
     effects_in_b: tuple[JaxprEqn, ...]
 
 
-def find_crossing(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, ...]) -> Crossing:
+def find_crossing(
+    jaxpr: Jaxpr,
+    ports: Ports,
+    policy: Policy,
+    keep: tuple[str, ...],
+    recomputed: Policy | None = None,
+) -> Crossing:
     """Find the values that cross; F stores values named in `keep` if B or W reads them.
+
+    `recomputed` is the policy of R, which says what it may store; None: there is no R.
 
     Raises `ValueError` where B or W would need the state from before this slice.
     """
@@ -100,13 +121,17 @@ def find_crossing(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, .
     w_outputs = jax.tree.leaves(ports.gradients_of_w)
 
     layout = {var for eqn in jaxpr.eqns if _only_rearranges(eqn) for var in eqn.outvars}
-    saved = {ports.x} | {
-        var
-        for eqn in jaxpr.eqns
-        for var in eqn.outvars
-        if var in once
-        or (var in on_x - layout and (_is_kept(eqn, keep) or _may_store(eqn, policy)))
-    }
+
+    def storable(policy: Policy) -> set[Var]:
+        return {ports.x} | {
+            var
+            for eqn in jaxpr.eqns
+            for var in eqn.outvars
+            if var in once
+            or (var in on_x - layout and (_is_kept(eqn, keep) or _may_store(eqn, policy)))
+        }
+
+    saved = storable(recomputed or policy)
     # Store the allowed values that B and W read, except those that B can cheaply recompute.
     backward, computed = [*b_outputs, *w_outputs], free | saved | after
     saved &= {*reads(equations_to(jaxpr, backward, computed), backward)}
@@ -130,7 +155,12 @@ def find_crossing(jaxpr: Jaxpr, ports: Ports, policy: Policy, keep: tuple[str, .
     in_backward = {var for eqn in in_b_and_stash for var in eqn.outvars}
     gathers = (eqn.outvars[0] for eqn in in_w if eqn.primitive.name == "all_gather")
     gathered = tuple(var for var in gathers if var in in_backward)
-    residuals = Residuals(tuple(for_b), tuple(for_w))
+    for_r = None
+    if recomputed is not None:
+        wanted, of_f = [*for_b, *for_w], storable(policy)
+        needed = reads(equations_to(jaxpr, wanted, free | of_f), wanted)
+        for_r = tuple(var for var in needed if var in of_f)
+    residuals = Residuals(tuple(for_b), tuple(for_w), for_r)
     return Crossing(residuals, tuple(stash), gathered, in_f, in_b)
 
 

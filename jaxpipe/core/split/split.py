@@ -6,7 +6,8 @@ either depends on the gradients at the outputs (backward) or does not (forward).
   F = the forward equations that the outputs and the residuals depend on;
   B = the backward equations that `dx`, the gradients of vectors (norm gains) and those of matrices
       that multiply the state depend on;
-  W = the other backward equations, on which the gradients of matrices depend.
+  W = the other backward equations, on which the gradients of matrices depend;
+  R = the forward equations that the residuals depend on, if they are recomputed ahead of B.
 
 `jaxpipe.core.split.crossing` finds the values that cross between them.
 
@@ -93,11 +94,18 @@ class LayerSplit:
     def forward(
         self, params: Tree, x: jax.Array, context: Context
     ) -> tuple[LayerOutput, Residuals]:
-        """Run F; return the layer's output and the residuals."""
+        """Run F; return the layer's output and the residuals that F stores."""
         state = dict(zip(jax.tree.leaves(self._ports.state), jax.tree.leaves(context.state)))
-        wanted = self._ports.output, self._crossing.residuals
+        wanted = self._ports.output, self._crossing.residuals.of_f
         effects = self._crossing.effects_in_f
         return self._run(params, context, {self._ports.x: x} | state, wanted, effects)
+
+    def recompute(self, params: Tree, context: Context, for_r: tuple[Any, ...]) -> Residuals:
+        """Run R: compute the residuals for B and W again, from what F stored for R."""
+        crossing = self._crossing.residuals
+        assert crossing.for_r is not None
+        known = dict(zip(crossing.for_r, for_r))
+        return self._run(params, context, known, crossing._replace(for_r=None))
 
     def backward_input(
         self, params: Tree, context: Context, residuals: Residuals, dy: Cotangent
@@ -198,6 +206,7 @@ def split_layer(
     keep: tuple[str, ...] = (),
     statistics: tuple[str, ...] = (),
     trained: Weights | None = None,
+    recomputed: Policy | None = None,
 ) -> LayerSplit:
     """Trace a layer at the given shapes and split it into F, B and W.
 
@@ -213,6 +222,7 @@ def split_layer(
       statistics: names of statistics variables.
       trained: a flag for every parameter, of the layer and in `context.embed_head`, whether it has
         a gradient; None: all have.
+      recomputed: says which forward values R may store; None: there is no R.
 
     Raises `ValueError` where y is not one array, or B or W would need the state from before this
     slice.
@@ -240,9 +250,9 @@ def split_layer(
     data, state = context._replace(state=None), context.state
     both = partial(_forward_and_backward, layer, trained, statistics)
     closed, ports = _complete(trace_labelled(both, params, data, x, state, dy))
-    crossing = find_crossing(closed.jaxpr, ports, policy, keep)
+    crossing = find_crossing(closed.jaxpr, ports, policy, keep, recomputed)
     return LayerSplit(
-        residuals=Residuals(*map(_shapes, crossing.residuals)),
+        residuals=jax.tree.map(shape_of, crossing.residuals),
         stash=_shapes(crossing.stash),
         output=output,
         _closed=closed,

@@ -25,7 +25,7 @@ from jaxpipe.runtime.programs.hlo import Instruction
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _WRAPS = ("fusion", "fusion-start", "async-start")  # opcodes that may wrap a collective
 _PRODUCT = re.compile(r'custom_call_target="(?:__cublas|__cudnn|__triton|mosaic_gpu)')
-_ACTION = re.compile(r'op_name="[^"]*/([FBW]+)_chunk\d+(\+[BW]+)?')
+_ACTION = re.compile(r'op_name="[^"]*/([FBWR]+)_chunk\d+(\+[BW]+)?')
 _GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(.*)")
 _OF_MESH = re.compile(r"mesh\[.*?\] \{([^}]*)\}")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")

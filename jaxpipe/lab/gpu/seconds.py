@@ -67,13 +67,13 @@ class StepSeconds(NamedTuple):
         None where the program has no F outside of pairs, or no gradient.
         """
         each = {name: seconds / layers for name, seconds in self.actions.items()}
-        forward, b, w = (each.get(name, 0.0) for name in ("F", "B", "W"))
+        forward, b, w, r = (each.get(name, 0.0) for name in ("F", "B", "W", "R"))
         whole = each.get("BW", b + w)
         if not (forward and whole):
             return None
         if not (b and w):
             b = w = whole / 2
-        layer = LayerSeconds(forward, b, w, whole)
+        layer = LayerSeconds(forward, b, w, whole, r)
         return structs.replace(
             planned, layer=layer, head=self.embed_head, embed=0.0, embed_gradient=0.0
         )

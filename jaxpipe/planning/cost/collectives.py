@@ -10,7 +10,7 @@ from jaxpipe.planning.cost.seconds import NO_EXCHANGE, LayerSeconds
 if TYPE_CHECKING:
     from jaxpipe.planning.cost.hardware import Hardware
 
-_OPS = ("F", "B", "W")
+_OPS = ("F", "B", "W", "R")
 
 
 def sharing_of(config: Config, hardware: "Hardware") -> LayerSeconds:
@@ -22,7 +22,7 @@ def sharing_of(config: Config, hardware: "Hardware") -> LayerSeconds:
     costs, parallel = costs_of(config), config.parallel
     if parallel.cp == 1:
         return NO_EXCHANGE
-    behind = dict.fromkeys(("F", "B", "W"), 0.0)
+    behind = dict.fromkeys(_OPS, 0.0)
     if parallel.rings:
         model, train = config.model, config.train
         whole = model.flops_per_token(train.seq_len) - model.flops_per_token(0)
@@ -32,14 +32,14 @@ def sharing_of(config: Config, hardware: "Hardware") -> LayerSeconds:
         # Of 12 FLOPs per query and key F computes 4, and causal attention reads half of the keys.
         forwards = whole / len(costs.order) * tokens / 6 / hardware.flops * others
         again = 1 if train.remat == "full" else 0
-        behind |= {"F": forwards, "B": (2.5 + again) * forwards}
+        behind |= {"F": forwards, "B": (2.5 + again) * forwards, "R": forwards}
 
     def waits(op: str) -> float:
         sent = costs.mean(lambda kind: kind.shared[op]) / hardware.network
         turned = costs.mean(lambda kind: kind.turned[op]) / hardware.network
         return sent - turned + max(0.0, turned - behind[op])
 
-    return LayerSeconds(*map(waits, ("F", "B", "W")))
+    return LayerSeconds(**{op: waits(op) for op in _OPS})
 
 
 def tensor_of(config: Config, hardware: "Hardware") -> LayerSeconds:
@@ -49,7 +49,7 @@ def tensor_of(config: Config, hardware: "Hardware") -> LayerSeconds:
     """
     costs = costs_of(config)
     return LayerSeconds(
-        *(costs.mean(lambda kind, op=op: kind.tensor[op]) / hardware.within for op in _OPS)
+        **{op: costs.mean(lambda kind, op=op: kind.tensor[op]) / hardware.within for op in _OPS}
     )
 
 

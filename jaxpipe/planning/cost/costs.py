@@ -34,21 +34,23 @@ class LayerCosts:
 
     Attributes:
       F, B, W: FLOPs, with what B recomputes. BW does both.
-      in_fp8: FLOPs of F, B and W that are in 8-bit floats.
+      R: FLOPs of a recomputation ahead of B, which B then leaves out.
+      in_fp8: FLOPs of F, B, W and R that are in 8-bit floats.
       waits: shapes and dtypes of the values that stay live: residuals that only B reads (`for_b`),
-        residuals that W reads (`for_w`), and the W stash (`stash`).
+        residuals that W reads (`for_w`), what R reads (`for_r`), and the W stash (`stash`).
       state: bytes that sequence slices leave for each other; their gradient is as large.
       parameters: the parameters of the layer.
-      exchanged: bytes that a device sends in all-to-alls over ep, in each of F, B and W.
+      exchanged: bytes that a device sends in all-to-alls over ep, in each of F, B, W and R.
       shared: bytes that a device sends to replicas that share its sequences (cp), in each.
       turned: the bytes of `shared` that go round the ring of ring attention.
       tensor: bytes that a device sends to devices that share its layers (tp), in each.
-      working: what F, B, W and BW hold beside parameters and stored values.
+      working: what F, B, W, BW and R hold beside parameters and stored values.
     """
 
     F: float
     B: float
     W: float
+    R: float
     in_fp8: Mapping[str, float]
     waits: Mapping[str, tuple["jax.ShapeDtypeStruct", ...]]
     state: int
@@ -68,6 +70,11 @@ class LayerCosts:
     def for_w(self) -> int:
         """Bytes of the residuals that W reads."""
         return size_of(self.waits["for_w"])
+
+    @property
+    def for_r(self) -> int:
+        """Bytes of what F stores for R; 0: there is no R."""
+        return size_of(self.waits["for_r"])
 
     @property
     def stash(self) -> int:

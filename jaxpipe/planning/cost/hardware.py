@@ -85,12 +85,15 @@ def analytic(config: Config, hardware: Hardware) -> OpSeconds:
         return costs.mean(lambda kind: hardware.seconds(getattr(kind, op), kind.in_fp8[op]))
 
     return OpSeconds(
-        layer=LayerSeconds(*map(compute, "FBW")),
+        layer=LayerSeconds(**{op: compute(op) for op in "FBWR"}),
         head=costs.head * max(1, config.parallel.vocab_shared_by) / hardware.flops,
         transfer=costs.message / hardware.link,
         copies=copies_of(config, hardware),
         exchange=LayerSeconds(
-            *(costs.mean(lambda kind, op=op: kind.exchanged[op]) / hardware.network for op in "FBW")
+            **{
+                op: costs.mean(lambda kind, op=op: kind.exchanged[op]) / hardware.network
+                for op in "FBWR"
+            }
         ),
         sharing=sharing_of(config, hardware).beside(resharding_of(config, hardware)),
         tensor=tensor_of(config, hardware),

@@ -129,6 +129,7 @@ def _working(costs: ModelCosts, layout: "StageLayout", tables: Tables | None) ->
     alone = max(map(len, layout.chunk_kinds)) == 1
     pairs = [largest("F") + largest("B" if alone else pair.op.name) for pair in tables.pairs]
     ops = {"F", *(op.name for op, _ in tables.gradients), *(pair.op.name for pair in tables.pairs)}
+    ops |= {"R"} if tables.recomputations else set()
     return max(costs.head_bytes, *map(largest, ops), *pairs)
 
 
@@ -169,7 +170,7 @@ def ring_bytes(kind: LayerCosts, tables: Tables, *, on_host: bool = False) -> Ri
     from jaxpipe.core.split.crossing import Residuals
 
     waits = kind.waits
-    residuals = Residuals(waits["for_b"], waits["for_w"])
+    residuals = Residuals(waits["for_b"], waits["for_w"], waits["for_r"])
     with_residuals, stash = (
         sum(length * size_of([value])
             for value, length in ring_lengths(uses, tables.rank_slots).items())

@@ -40,12 +40,16 @@ NO_COPIES = Copies(layers=0, F=0.0, B=0.0, W=0.0)
 
 
 class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of F, B and W of one layer, and of BW if it was measured; else 0."""
+    """Seconds of F, B and W of one layer, and of BW if it was measured; else 0.
+
+    R is a recomputation ahead of B, which is not part of B and BW; 0: there is none.
+    """
 
     F: float
     B: float
     W: float
     BW: float = 0.0
+    R: float = 0.0
 
     @property
     def whole_backward(self) -> float:
@@ -55,7 +59,13 @@ class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def beside(self, more: "LayerSeconds") -> "LayerSeconds":
         """Add the seconds of `more`."""
         both = self.BW and self.BW + more.whole_backward
-        return LayerSeconds(self.F + more.F, self.B + more.B, self.W + more.W, both)
+        f, b, w, r = (getattr(self, op) + getattr(more, op) for op in ("F", "B", "W", "R"))
+        return LayerSeconds(f, b, w, both, r)
+
+    @property
+    def in_backward(self) -> "LayerSeconds":
+        """The seconds if B and BW do what R does."""
+        return LayerSeconds(self.F, self.B + self.R, self.W, self.BW and self.BW + self.R)
 
 
 NO_EXCHANGE = LayerSeconds(F=0.0, B=0.0, W=0.0)
@@ -105,8 +115,9 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.transfer * size / message
 
     def costs(
-        self, layers: tuple[int, ...], *, shared_by: int = 0, split: bool = True, pairs: bool = True
-    ) -> Costs:
+        self, layers: tuple[int, ...], *, shared_by: int = 0, split: bool = True,
+        pairs: bool = True, recomputes: bool = False,
+    ) -> Costs:  # fmt: skip
         """Return the costs of stages; the first has the embedding, and the last the head in its F.
 
         Args:
@@ -116,7 +127,14 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             of which sends 2 (P - 1) / P messages in a ring of P ranks.
           split: whether B and W are separate; if not, each is half of BW.
           pairs: whether exchanges of one half of a cell hide behind the other half.
+          recomputes: whether recomputations ahead of B are actions of their own; if not, B does
+            them.
         """
+        if not recomputes:
+            of_layer = ("layer", "exchange", "sharing", "tensor")
+            self = msgspec.structs.replace(
+                self, **{name: getattr(self, name).in_backward for name in of_layer}
+            )
         zeros = (0.0,) * (len(layers) - 1)
         embed, embed_gradient = (self.embed, *zeros), (self.embed_gradient, *zeros)
         head = (*zeros, self.head)
@@ -133,6 +151,7 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             F=tuple(seconds[0] + e + h for (seconds, _), e, h in zip(stages, embed, head)),
             B=tuple(seconds[1] + e for (seconds, _), e in zip(stages, embed_gradient)),
             W=tuple(seconds[2] for seconds, _ in stages),
+            R=tuple(seconds[3] for seconds, _ in stages) if recomputes else 0.0,
             transfer=self.transfer,
             exchange=exchange,
         )
@@ -145,7 +164,7 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _of_stage(
         self, layers: tuple[LayerShare, ...], *, split: bool
     ) -> tuple[list[float], list[float]]:
-        """Seconds of F, B and W of a stage without embedding and head, and all-to-alls of it."""
+        """Seconds of F, B, W and R of a stage without embedding and head, and all-to-alls of it."""
         n, copies, exchange = len(layers), self.copies, self.exchange
         f, b, w, x = (sum(getattr(one, of) for one in layers) / n for of in _SHARED)
         waits, layer = self.sharing.beside(self.tensor), self.layer
@@ -160,4 +179,5 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             exchanged[1:] = [sum(exchanged[1:]) / 2] * 2
             copied[1:] = [copies.B / 2] * 2
         seconds = [copies.beside(c, op + x, n) for c, op, x in zip(copied, computed, exchanged)]
+        seconds.append(n * (f * layer.R + waits.R + x * exchange.R))
         return seconds, [n * op for op in exchanged]

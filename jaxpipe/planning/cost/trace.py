@@ -19,6 +19,7 @@ from jaxpipe.core.mesh import DP, EP, PP, RP, TP, ZERO_AXES
 from jaxpipe.core.mesh.flags import is_trained, merge, select
 from jaxpipe.core.mesh.sharding import param_specs_of
 from jaxpipe.core.split import POLICIES
+from jaxpipe.core.split.crossing import RECOMPUTED, Policy
 from jaxpipe.core.split.split import Cotangent, inexact
 from jaxpipe.model.ahead import ahead_keys
 from jaxpipe.model.kernels import cudnn, grouped_fp8
@@ -67,11 +68,11 @@ def trace(
         x = jax.eval_shape(functions.embed, embed_head, rows)
         index, trained = jax.ShapeDtypeStruct((), jnp.int32), is_trained(embed_head_leaves)
         context = Context(rows, index, None, functions.variables, read)
-        policy = POLICIES[train.remat]
+        policy, recomputed = policies_of(config)
         kinds = {}
         for name, params in () if known_layers else layers.items():
             kind = functions.kinds_by_name[name]
-            run = TracedKind.trace(name, kind, params, x, context, policy, trained)
+            run = TracedKind.trace(name, kind, params, x, context, policy, trained, recomputed)
             seen = context._replace(state=run.state, embed_head=embed_head_of(kind, read))
             kinds[name] = _layer_costs(run, params, x, seen, of_layers[name], parallel)
 
@@ -215,6 +216,7 @@ def _layer_costs(
     dy = Cotangent(x, inexact(run.state), dlosses)
     before = (parallel.slices - 1) / 2
     # Of every op: its arguments; the places of those that are live, and of those in ring buffers.
+    for_r = residuals.for_r
     calls = {
         "F": (split.forward, (params, x, context), {1}, set()),
         "B": (split.backward_input, (params, context, residuals, dy), {3}, {2}),
@@ -224,6 +226,8 @@ def _layer_costs(
         ),
         "BW": (split.backward, (params, context, residuals, dy), {3}, {2}),
     }  # fmt: skip
+    if for_r is not None:
+        calls["R"] = split.recompute, (params, context, for_r), set(), {2}
     ops, working = {}, {}
     for op, (function, args, live, stored) in calls.items():
         ops[op] = jax.make_jaxpr(function)(*args).jaxpr
@@ -231,7 +235,12 @@ def _layer_costs(
     both = ops.pop("BW")
 
     def sent(axes: tuple[str, ...], devices: int, **of: bool) -> dict[str, float]:
-        return {op: sent_bytes(jaxpr, axes, devices, before, **of) for op, jaxpr in ops.items()}
+        return {"R": 0.0} | {
+            op: sent_bytes(jaxpr, axes, devices, before, **of) for op, jaxpr in ops.items()
+        }
+
+    def flops(*, fp8: bool) -> dict[str, float]:
+        return {"R": 0.0} | {op: product_flops(jaxpr, before, fp8=fp8) for op, jaxpr in ops.items()}
 
     over_ep, over_cp = sent((EP,), parallel.ep), sent(ZERO_AXES, parallel.cp)
     over_tp = sent((TP,), parallel.tp)
@@ -240,13 +249,18 @@ def _layer_costs(
     gradients = _bytes([var.aval for var in ops["W"].outvars])
     working["BW"] = WorkingSet(peak, live_for_w(both, split.handed, gradients, sends=sends))
     return LayerCosts(
-        **{op: product_flops(jaxpr, before) for op, jaxpr in ops.items()},
-        in_fp8={op: product_flops(jaxpr, before, fp8=True) for op, jaxpr in ops.items()},
+        **flops(fp8=False),
+        in_fp8=flops(fp8=True),
         exchanged=over_ep,
         shared=over_cp,
         turned=sent(ZERO_AXES, parallel.cp, round_ring=True),
         tensor=over_tp,
-        waits={"for_b": residuals.for_b, "for_w": residuals.for_w, "stash": split.stash},
+        waits={
+            "for_b": residuals.for_b,
+            "for_w": residuals.for_w,
+            "for_r": for_r or (),
+            "stash": split.stash,
+        },
         state=_bytes(run.state),
         working=working,
         parameters=parameters,
@@ -274,6 +288,12 @@ def live_for_w(both: Jaxpr, handed: Tree, gradients: int, *, sends: bool) -> int
         if eqn.primitive.name == "optimization_barrier" and given == wanted:
             stash = _bytes([var.aval for var in eqn.outvars if var in read])
     return stash if sends else min(stash, gradients)
+
+
+def policies_of(config: Config) -> tuple[Policy, Policy | None]:
+    """The arguments `policy` and `recomputed` of `TracedKind.trace` for a configuration."""
+    remat = config.train.remat
+    return (POLICIES["full"], RECOMPUTED) if remat == "ahead" else (POLICIES[remat], None)
 
 
 def _inputs(jaxpr: Jaxpr, args: tuple[Tree, ...], places: Collection[int]) -> list[Var]:

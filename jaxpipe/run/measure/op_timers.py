@@ -35,15 +35,16 @@ from jaxpipe.core.executor.traced_kind import (
 from jaxpipe.core.mesh.flags import is_trained
 from jaxpipe.core.mesh.sharding import param_specs_of
 from jaxpipe.core.schedule import Buffers, Op, TableRow
-from jaxpipe.core.split.crossing import POLICIES, Policy
+from jaxpipe.core.schedule.row import RecomputeColumns
+from jaxpipe.core.split.crossing import Policy
 from jaxpipe.core.split.split import Cotangent
-from jaxpipe.planning.cost.trace import rows_of
+from jaxpipe.planning.cost.trace import policies_of, rows_of
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
 _SLOTS = 2
 _EVERY = Buffers(*[_SLOTS] * len(Buffers._fields))
-_OF_LAYER = ("F", "B", "W", "BW")
+_OF_LAYER = ("F", "B", "W", "BW", "R")  # R: if the run recomputes ahead of B
 _OF_ENDS = ("head", "embed", "embed_gradient")
 
 
@@ -71,7 +72,7 @@ def op_seconds(trainer: Trainer, *, layers: int = 1, repeats: int = 5) -> Tree:
         name: sum(
             share * median(each["layer"][name] for each in rounds) for share, rounds in of_kinds
         )
-        for name in _OF_LAYER
+        for name in of_kinds[0][1][0]["layer"]
     }
     return seconds
 
@@ -89,7 +90,7 @@ class OpTimer:
         functions, config = trainer.model.functions, trainer.config
         kind = kind or functions.layer_kinds(config.model.pipeline_layers)[0]
         alone = replace(functions, kinds={kind: functions.kinds_by_name[kind]}, order=None)
-        rows, policy = rows_of(config, functions), POLICIES[config.train.remat]
+        rows, policies = rows_of(config, functions), policies_of(config)
         self._layers, self._iterations = layers, iterations
         every = PartitionSpec()
 
@@ -102,7 +103,7 @@ class OpTimer:
         def loops(parts: Tree) -> tuple[dict[str, Callable[..., Tree]], dict[str, Tree], Tree]:
             microbatch = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rows)
             return _loops(
-                alone, parts["embed_head"], parts["layers"], microbatch, policy, iterations
+                alone, parts["embed_head"], parts["layers"], microbatch, policies, iterations
             )
 
         def repeated(name: str) -> Callable[..., Tree]:
@@ -165,7 +166,7 @@ def _loops(
     embed_head: Tree,
     layers: tuple[Tree, ...],
     microbatch: Tree,
-    policy: Policy,
+    policies: tuple[Policy, Policy | None],
     iterations: int,
 ) -> tuple[dict[str, Callable[..., Tree]], dict[str, Tree], Tree]:
     """Build the loops of all ops, `iterations` iterations each.
@@ -173,7 +174,7 @@ def _loops(
     Returns functions `(state, fixed) -> state` by op, initial states by op, and `fixed`.
     """
     x = jax.jit(functions.embed)(embed_head, microbatch)
-    ops = _LayerOps.trace(functions, embed_head, layers[0], x, microbatch, policy)
+    ops = _LayerOps.trace(functions, embed_head, layers[0], x, microbatch, policies)
     rings = tuple(_filled(ops.kind.rings.empty(slot)) for slot in range(len(layers)))
     zeros = _zeros(layers), embed_head_of(ops.kind.kind, _zeros(embed_head))
     inputs = jnp.stack([x] * _SLOTS)
@@ -184,6 +185,8 @@ def _loops(
         "W": (partial(ops.gradient, Op.W), (x, rings, zeros)),
         "BW": (partial(ops.gradient, Op.BW), (x, rings, zeros)),
     }
+    if ops.kind.split.residuals.for_r is not None:
+        states["R"] = ops.recompute, rings
     states |= _embed_head_ops(functions, embed_head, x, microbatch)
     runs = {name: _repeated(run, iterations) for name, (run, _) in states.items()}
     return runs, {name: state for name, (_, state) in states.items()}, fixed
@@ -204,14 +207,15 @@ class _LayerOps:
         params: Tree,
         x: jax.Array,
         microbatch: Tree,
-        policy: Policy,
+        policies: tuple[Policy, Policy | None],
     ) -> "_LayerOps":
         """Trace the only kind of the functions with the parameters of one layer."""
         (kind,) = functions.kinds_by_name.values()
         index: Any = jax.ShapeDtypeStruct((), jnp.int32)
         context = Context(microbatch, index, None, functions.variables, embed_head)
         trained = is_trained(param_specs_of(functions.embed_head_specs, embed_head, of_layer=False))
-        traced = TracedKind.trace("layer", kind, params, x, context, policy, trained)
+        policy, recomputed = policies
+        traced = TracedKind.trace("layer", kind, params, x, context, policy, trained, recomputed)
         stored = traced.split.residuals, traced.split.stash
         rings = RingBuffers.of(*stored, traced.state, [_EVERY], pairs=False)
         return cls(BufferedKind(**vars(traced), rings=rings), functions.variables)
@@ -239,6 +243,13 @@ class _LayerOps:
         )  # fmt: skip
         after = (plan.with_written(own, op, part) for own, part in zip(rings, outputs.rings))
         return outputs.dx, tuple(after), (outputs.grad_sums, outputs.read_sums)
+
+    def recompute(self, state: Tree, fixed: Tree, row: TableRow) -> Tree:
+        """R of all layers; the state is the ring buffers."""
+        plan = self.kind.rings
+        parts = tuple(plan.written_by(own, Op.R) for own in state)
+        new = self._chunk(fixed).recompute(self._inputs(fixed, row), row.for_b_read, parts)
+        return tuple(plan.with_written(own, Op.R, part) for own, part in zip(state, new))
 
     def _chunk(self, fixed: Tree) -> Chunk:
         every = enumerate(fixed["layers"])
@@ -304,7 +315,8 @@ def _repeated(run: Callable[..., Tree], iterations: int) -> Callable[..., Tree]:
     def loop(state: Tree, fixed: Tree) -> Tree:
         def iteration(state: Tree, slot: jax.Array) -> tuple[Tree, None]:
             every: Any = [slot] * len(TableRow._fields)  # the same slot of every ring buffer
-            return run(state, fixed, TableRow(*every)), None
+            recompute = RecomputeColumns(slot, slot, slot, slot)
+            return run(state, fixed, TableRow(*every)._replace(recompute=recompute)), None
 
         return lax.scan(iteration, state, jnp.arange(iterations) % _SLOTS)[0]
 

@@ -29,6 +29,7 @@ LOOKS = {  # Okabe and Ito's colours, W lightened: distinct to colour-blind read
     Op.B: ("B (input gradient)", (0.0, 0.62, 0.45)),
     Op.W: ("W (weight gradient)", (0.94, 0.75, 0.29)),
     Op.BW: ("BW (full backward)", (0.84, 0.37, 0.0)),
+    Op.R: ("R (recompute)", (0.34, 0.71, 0.91)),
     Op.U: ("U (update)", (0.8, 0.47, 0.65)),
 }
 _IDLE = {"facecolor": "#FAFAFA", "edgecolor": "#B0B0B0", "hatch": "/////", "linewidth": 0}
@@ -153,11 +154,11 @@ def build_tracks(lines: list[list[Box]], memory: tuple[float, float] = (1.0, 1.0
 def _memory_curve(line: list[Box], memory: tuple[float, float]) -> list[tuple[float, float]]:
     change = {Op.B: memory[1] - memory[0], Op.W: -memory[1], Op.BW: -memory[0]}
     amounts, now = {0.0: 0.0}, 0.0
-    for start, end, (forward, gradient, _) in line:
-        if forward:
+    for start, end, cell in line:
+        if cell.forward:
             amounts[start] = now = now + memory[0]
-        if gradient:
-            amounts[end] = now = now + change[gradient.op]
+        if cell.gradient:
+            amounts[end] = now = now + change[cell.gradient.op]
     return list(amounts.items())
 
 

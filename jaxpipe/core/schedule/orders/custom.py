@@ -95,11 +95,16 @@ def build_custom(
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
     """Write a schedule as `.csv` or `.json`, for `read`.
 
-    Raises `ScheduleError` for fused steps: the notation has no letter for updates.
+    Raises `ScheduleError` for fused steps and for R: the notation has no letter for either.
     """
     if schedule.updates:
         raise ScheduleError(
             f"{path}: the notation of files has no updates: write the schedule of one step."
+        )
+    if schedule.recomputes:
+        raise ScheduleError(
+            f"{path}: the notation of files has no R: write the schedule without it; "
+            f"`recompute_ahead` adds it again."
         )
     path, rows = Path(path), schedule.notation()
     if path.suffix == ".json":
