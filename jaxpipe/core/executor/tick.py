@@ -27,7 +27,6 @@ from jaxpipe.core.executor.step_data import StepData
 from jaxpipe.core.executor.traced_kind import BufferedKind, empty_aux, empty_statistics
 from jaxpipe.core.executor.transfers import Transfers
 from jaxpipe.core.schedule import Op, OverlapPair, TableRow
-from jaxpipe.core.schedule.row import RecomputeColumns
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class DeviceWork:
             carry = self.embed_head.run_head(step, carry, row)
         for chunk in tables.recomputations:
             with jax.named_scope(f"R_chunk{chunk}"):
-                carry = self._recompute(step, carry, row, row.recompute, chunk)
+                carry = self._recompute(step, carry, row, chunk)
         for op, chunk in tables.gradients:
             with jax.named_scope(f"{op.name}_chunk{chunk}"):
                 carry = self._gradient(
@@ -159,11 +158,10 @@ class DeviceWork:
 
         return self._with_forward(carry, *lax.cond(runs, run, lambda: self._forward_state(carry)))
 
-    def _recompute(
-        self, step: StepData, carry: Carry, row: TableRow, own: RecomputeColumns, chunk: int
-    ) -> Carry:
-        """Run R of one chunk if the columns of R say so; residuals go to ring buffers."""
-        before = self._written_by(carry, Op.R)
+    def _recompute(self, step: StepData, carry: Carry, row: TableRow, chunk: int) -> Carry:
+        """Run R of one chunk if the row says so; residuals go to ring buffers."""
+        before, own = self._written_by(carry, Op.R), row.recompute
+        assert own is not None
 
         def run() -> tuple[RingArrays, ...]:
             inputs = _action_inputs(step, row, step.rows(own.microbatch))

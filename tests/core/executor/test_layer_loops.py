@@ -14,15 +14,18 @@ from toy import TOY, toy_batch, toy_params
 from jaxpipe.core.executor import Execution, Pipeline, losses_and_gradients_ref
 from jaxpipe.core.executor.reference import step_ref
 from jaxpipe.core.mesh import StageLayout, make_mesh
-from jaxpipe.core.schedule import ORDERS, Lockstep
+from jaxpipe.core.schedule import ORDERS, Costs, Lockstep, recompute_ahead
 
 EXAMPLES = 2
 ZERO_3 = {"zero_stage": 3, "reshard_after_forward": True}
+AHEAD = {"recomputes": True, "remat": "full"}
 
 
-def looped(name, counts, dp=1, *, unroll=1, dtype=jnp.float32, **execution):
+def looped(name, counts, dp=1, *, unroll=1, dtype=jnp.float32, recomputes=False, **execution):
     """Return a pipeline of toy layers on two ranks, its layout, parameters, layers and batch."""
     schedule = near(name, 2, 6, virtual_stages=2)
+    if recomputes:
+        schedule, execution["lockstep"] = recompute_ahead(schedule, Costs(R=1.0))
     counts = tuple(counts * schedule.stages)[: schedule.stages]
     layout = StageLayout(counts, schedule.placement, unroll=unroll)
     shared, layers = toy_params(0, layout.layers, dtype)
@@ -35,13 +38,20 @@ def looped(name, counts, dp=1, *, unroll=1, dtype=jnp.float32, **execution):
 
 @pytest.mark.extended(unless=["1f1b-2-execution1"])
 @pytest.mark.slow(
-    unless=["zb_h1-2-execution0", "1f1b-2-execution1", "1f1b-1-execution5", "interleaved_1f1b-1-*"]
+    unless=[
+        "zb_h1-2-execution0",
+        "1f1b-2-execution1",
+        "1f1b-1-execution5",
+        "interleaved_1f1b-1-*",
+        "*-execution7",
+    ]
 )
 @pytest.mark.parametrize(
     ("name", "dp", "execution"),
     [("zb_h1", 2, {}), ("1f1b", 2, ZERO_3), ("zb_h1", 2, ZERO_3), ("1f1b", 2, {"zero_stage": 1})]
     + [("1f1b", 2, {"overlap_sums": True, "zero_stage": 2})]
     + [("1f1b", 1, {"layers_per_iteration": 3}), ("zb_h1", 2, ZERO_3 | {"layers_per_iteration": 2})]
+    + [("1f1b", 2, ZERO_3 | AHEAD), ("zb_h1", 1, AHEAD)]
     + [(name, 1, {"lockstep": Lockstep(pairs=False)}) for name in ORDERS],
 )
 def test_a_loop_equals_the_reference(name, dp, execution):
