@@ -269,7 +269,7 @@ def test_the_stand_in_leaves_what_the_fused_kernel_leaves(remat, qk_norm, monkey
     size = lambda leaves: sum(prod(a.shape) * a.dtype.itemsize for a in leaves)  # noqa: E731
     layer = traced(model, "bfloat16", remat, length=128).kinds["layer"]
     assert (layer.for_b, layer.for_w, layer.stash) == (
-        *map(size, split.residuals),
+        *map(size, split.residuals[:2]),
         size(split.stash),
     )
     check(model, "bfloat16", remat, length=128)

