@@ -200,17 +200,17 @@ def test_what_is_sent_to_those_that_share_sequences(attention, cp, heads, slices
     layer = traced(model, "bfloat16", **how).kinds["layer"]
     own, width = length // (cp * slices), model.head_size
     keys, queries = (2 * own * count * width * 2 for count in (model.n_kv_heads, model.n_heads))
-    turned = dict.fromkeys("FBW", 0)
+    turned = dict.fromkeys("FBWR", 0)
     if heads:
         copied = keys * max(1, heads // model.n_kv_heads)
         exchanged = (queries + copied) * (heads - 1) / heads
-        want = {"F": exchanged, "B": exchanged, "W": 0}
+        want = {"F": exchanged, "B": exchanged, "W": 0, "R": 0}
         if (ring := cp // heads) > 1:
             places, rounds = 4 * own * heads, (slices + 1) / 2
             forwards = (ring - 1) * (copied + places) * rounds
             turned |= {"F": forwards, "B": forwards + ring * 2 * copied * rounds}
     else:
-        want = {"F": (cp - 1) * keys, "B": (1 + (slices == 1)) * (cp - 1) * keys, "W": 0}
+        want = {"F": (cp - 1) * keys, "B": (1 + (slices == 1)) * (cp - 1) * keys, "W": 0, "R": 0}
     assert layer.turned == turned
     assert layer.shared == {op: want[op] + turned[op] for op in want}
 
