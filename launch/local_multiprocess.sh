@@ -59,8 +59,11 @@ count_gone() { # prints how many processes were killed; 0 if one ended for a rea
     for status in "${codes[@]:-0}"; do
         case $status in
         0 | 3 | 5) ;;
-        1 | 2 | 4 | 6 | 7 | 70 | 129 | 130 | 138 | 143) gone=0 && break ;;
-        *) gone=$((gone + 1)) ;;
+        129 | 130 | 138 | 143) gone=0 && break ;; # it has saved after a signal of those below
+        *)
+            if [ "$status" -lt 128 ]; then gone=0 && break; fi
+            gone=$((gone + 1))
+            ;;
         esac
     done
     echo "$gone"

@@ -92,6 +92,7 @@ def test_a_signal_of_the_terminal_stops_every_process_once(tree, signalled, phas
         ("3 137 3", [3, 2, 1], 3),  # one is killed, one of the other two as well
         ("3 3 never", [3, 2], 3),  # one that hangs is killed by the script
         ("3 1 3", [3], 3),  # an error would come again
+        ("127 3 3", [3], 3),  # as would a command that is not found
         ("137 143 3", [3], 3),
         ("139 134 137", [3], 137),  # none is left
         ("0 0 0", [3], 0),
