@@ -1,6 +1,6 @@
 """The state of a run."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -23,7 +23,28 @@ class State(NamedTuple):
     guard: StepGuard
 
     def parts(self) -> dict[str, Tree]:
-        """The entries that a checkpoint stores as arrays, by name; inverse: `Trainer.state_of`."""
+        """The entries that a checkpoint stores as arrays, by name."""
         parts = self._asdict()
         del parts["guard"]
         return {name: part for name, part in parts.items() if part is not None}
+
+    @classmethod
+    def of_parts(
+        cls, parts: dict[str, Tree], guard: StepGuard, variables: Tree, shardings: "State"
+    ) -> Self:
+        """The state of `parts`, on its devices and in its kinds of memory.
+
+        Args:
+          parts: parameters where they belong, and what else a checkpoint stores.
+          guard: of the state.
+          variables: initial values, which stand for those that the checkpoint lacks.
+          shardings: of the state.
+        """
+        stored = parts.get("variables")
+        if isinstance(variables, dict):
+            stored = jax.device_put(variables, shardings.variables) | (stored or {})
+        moved = {
+            "optimizer": jax.device_put(parts["optimizer"], shardings.optimizer),
+            "guard": jax.device_put(guard, shardings.guard),
+        }
+        return cls(**parts | moved | {"variables": stored})

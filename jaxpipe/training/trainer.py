@@ -176,14 +176,7 @@ class Trainer:
         Variables that the checkpoint lacks are new. Moments go to the memory of `state_shardings`.
         """
         guard = StepGuard.fresh(self.config.train).restored(guarded)
-        guard = jax.device_put(guard, self.state_shardings.guard)
-        variables, first = parts.get("variables"), self.model.functions.variables
-        if isinstance(first, dict):
-            new = jax.device_put(first, self.state_shardings.variables)
-            variables = new | (variables or {})
-        optimizer = jax.device_put(parts["optimizer"], self.state_shardings.optimizer)
-        new = {"optimizer": optimizer, "variables": variables, "guard": guard}
-        return State(**parts | new)
+        return State.of_parts(parts, guard, self.model.functions.variables, self.state_shardings)
 
     def unplaced(self, params: Tree) -> State:
         """The state of step 0 without shardings; pure, for use within compiled functions."""
