@@ -107,8 +107,7 @@ class TrainLoop:
         batches = self.data.train.batches(seen.position, **trainer.sharder.sizes)
         if isinstance(batches, ReadAhead):
             batches.kept = PROGRAMS * train.fused_steps
-        unread, ran = UnreadSteps(), set[int]()
-        spent: dict[str, float] = {}
+        unread, spent, ran = UnreadSteps(), dict[str, float](), set[int]()
         meter = BubbleMeter(trainer, self.steps, self.progress.say, self.stragglers.note_ticks)
         was_interrupted = True  # whether something else happened since the last program
         with contextlib.closing(batches):
