@@ -116,7 +116,7 @@ class _Print(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("plan", __doc__ or "", example="configs/llama3_8b_pp4.toml")
+    parser = parser_of("plan", __doc__ or "", example="llama3_8b_pp4")
     add = parser.add_argument
     add("--memory", type=parse_bytes, metavar="80GiB", help="a device's memory (its data sheet's)")
     add("--device", default="H100", type=_device, choices=DEVICES,

@@ -8,7 +8,7 @@ from typing import NoReturn, get_type_hints
 
 from jaxpipe.config.errors import ConfigError
 from jaxpipe.config.foreign import meaning
-from jaxpipe.config.paths import any_path
+from jaxpipe.config.paths import any_path, examples
 from jaxpipe.config.secrets import mask_secrets
 from jaxpipe.config.sections import Config
 from jaxpipe.model import FAMILIES, ModelConfig
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 def parser_of(
     command: str,
     doc: str,
-    example: str = "configs/quickstart.toml",
+    example: str = "quickstart",
     paths: Mapping[str, str] | None = None,
 ) -> Parser:
     """A parser with the arguments CONFIG and section.key=value.
@@ -43,7 +43,7 @@ def parser_of(
     Args:
       command: name of the module below `jaxpipe`.
       doc: docstring of the command's module; its last paragraph, the exit codes, ends the help.
-      example: a configuration to name in the help.
+      example: the example configuration to name in the help.
       paths: paths to take instead of CONFIG: what each is, by name.
     """
     about, _, codes = doc.strip().rpartition("\n\n")
@@ -54,7 +54,8 @@ def parser_of(
     for name, what in (paths or {}).items():
         parser.add_argument(name, type=any_path, metavar=name.upper(), help=what)
     if not paths:
-        parser.add_argument("config", metavar="CONFIG", help=f"a TOML file, such as {example}")
+        near = examples() / f"{example}.toml"
+        parser.add_argument("config", metavar="CONFIG", help=f"a TOML file, such as {near}")
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="section.key=value", help=SETTINGS
     )

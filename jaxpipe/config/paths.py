@@ -12,6 +12,12 @@ CHECKPOINT_STORES = ("gs", "s3")  # to which TensorStore writes arrays
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
 
 
+def examples() -> Path:
+    """The folder of the example configurations: that of a checkout, or that of the package."""
+    here = Path("configs")
+    return here if (here / "quickstart.toml").exists() else Path(__file__).parents[1] / "examples"
+
+
 def is_address(text: object) -> bool:
     """Whether a path is an address `scheme://...`.
 

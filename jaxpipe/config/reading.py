@@ -18,7 +18,7 @@ import tomli_w
 from jaxpipe.config.errors import ConfigError
 from jaxpipe.config.foreign import PAGE, SECTIONS, meaning
 from jaxpipe.config.path_types import AnyPath, LocalPath, StatePath
-from jaxpipe.config.paths import CHECKPOINT_STORES, check_local, check_path
+from jaxpipe.config.paths import CHECKPOINT_STORES, check_local, check_path, examples
 from jaxpipe.config.rules import without_rules
 from jaxpipe.config.secrets import mask_secrets
 from jaxpipe.config.sections import Config
@@ -108,7 +108,7 @@ def _read(path: Path) -> dict[str, Any]:
             path = path / "config.json"
             raise ConfigError(f"{path} is not TOML{_other_format(path)}.") from error
         own = path / "config.toml"
-        near = own if own.is_file() else "configs/quickstart.toml"
+        near = own if own.is_file() else examples() / "quickstart.toml"
         raise ConfigError(
             f"cannot read the configuration {path} ({error.strerror}): give the path of a TOML "
             f"file, such as {near}."
@@ -131,7 +131,8 @@ def _other_format(path: Path) -> str:
             f"import {path.parent} --write-config CONFIG` writes the TOML file of a run"
         )
     if path.suffix in (".yaml", ".yml"):
-        return f": write a TOML file, such as configs/quickstart.toml; {PAGE} lists the names here"
+        near = examples() / "quickstart.toml"
+        return f": write a TOML file, such as {near}; {PAGE} lists the names here"
     return ""
 
 
@@ -232,7 +233,7 @@ def _unknown_section(name: str, tree: Mapping[str, Any], sections: Mapping[str, 
         return (
             f"unknown section{'s' * (len(unknown) > 1)} "
             f"{', '.join(f'[{other}]' for other in unknown)}, as other trainers have: {names}; "
-            f"{PAGE} lists more, and configs/ has files to start from."
+            f"{PAGE} lists more, and {examples()}/ has files to start from."
         )
     near = SECTIONS.get(name) or nearest(name, sections)
     meant = f"did you mean [{near}]? " if near else ""

@@ -161,6 +161,15 @@ def test_underfilled_schedules_can_be_allowed(path):
     resolved(load(path, [few, "parallel.schedule=gpipe"]), count=2)
 
 
+def test_the_example_to_start_from_is_where_it_is_named(tmp_path, monkeypatch):
+    """In a checkout, and where only the package is installed."""
+    for named in (r"configs/quickstart\.toml", r"/.*/jaxpipe/examples/quickstart\.toml"):
+        with pytest.raises(ConfigError, match=rf"a TOML file, such as {named}\.$") as raised:
+            load("none.toml")
+        assert Path(str(raised.value).rpartition(" ")[2][:-1]).exists()
+        monkeypatch.chdir(tmp_path)
+
+
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match="cannot read the configuration .*none.toml"):
         load(tmp_path / "none.toml")

@@ -146,7 +146,7 @@ def closing_words(config: Config, carried: dict[str, Any], step: int) -> str:
     saved = f"{directory}/checkpoints/{step}"
     on_cpu = " runtime.cpu_devices=1" * bool(config.runtime.cpu_devices)
     prompt = ServingFiles.from_meta(carried).example_prompt
-    write = f", or to let it write `./launch/generate.sh {directory} {prompt}{on_cpu}`"
+    write = f", or to let it write `python -m jaxpipe.generate {directory} {prompt}{on_cpu}`"
     return (
         f"done: {step} steps; saved in {saved}, numbers of all steps in "
         f"{directory}/metrics.jsonl; next: a larger train.steps to train on, "
