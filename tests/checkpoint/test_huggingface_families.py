@@ -74,6 +74,42 @@ def test_a_gpt_oss_that_scales_nothing_says_so():
     assert model_settings(null, Path()) == model_settings(config_json("gpt_oss_120b"), Path())
 
 
+def test_both_versions_of_transformers_describe_the_same_olmo():
+    """As version 4 has it, and as version 5 writes it again."""
+    json = config_json("olmo3_7b")
+    older = config_json("olmo3_7b", rope_parameters=..., layer_types=...)
+    newer = config_json("olmo3_7b", rope_theta=..., rope_scaling=...)
+    assert older != json != newer
+    want = model_settings(json, Path())
+    assert model_settings(older, Path()) == model_settings(newer, Path()) == want
+
+
+def test_published_files_say_otherwise_what_ours_say():
+    """A pattern for types of layers, a width for a share, a layer that predicts further tokens."""
+    pattern = config_json("exaone4_32b", layer_types=..., sliding_window_pattern="LLLG")
+    assert model_settings(pattern, Path()) == model_settings(config_json("exaone4_32b"), Path())
+    width = config_json("minimax_m2", partial_rotary_factor=..., rotary_dim=64, num_mtp_modules=3)
+    assert model_settings(width, Path()) == model_settings(config_json("minimax_m2"), Path())
+    model = model_of("glm4_5_air")
+    form = hf_format(model)
+    assert form.ignores("model.layers.46.eh_proj.weight", model)
+    assert not form.ignores("model.layers.45.mlp.gate.weight", model)
+    assert not form.ignores("model.layers.4.mlp.gate.weight", model)
+
+
+@pytest.mark.parametrize(("longest", "fits"), [(64, True), (32, False)])
+def test_a_phi_scales_by_the_ratio_of_two_lengths(longest, fits):
+    factors = {"rope_short_factors": (1.0,) * 48, "rope_long_factors": (2.0,) * 48}
+    scaling = {"rope_scaling": "longrope", "rope_factor": 4.0, "rope_original_positions": 16}
+    model = msgspec.structs.replace(model_of("phi3_mini"), **factors, **scaling)
+    if fits:
+        found = hf_format(model).written(model, "bfloat16", longest)
+        assert model_settings(found, Path())["rope_long_factors"] == (2.0,) * 48
+    else:
+        with pytest.raises(ValueError, match="rope_factor=4.0, but models of Phi-3 have only 2.0"):
+            hf_format(model).written(model, "bfloat16", longest)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -103,6 +139,17 @@ REFUSED = {
         "gpt_oss_20b", {"swiglu_limit": 5.0}
     ),
     "attention_bias=False but": ("gpt_oss_20b", {"attention_bias": False}),
+    "partial_rotary_factor=0.5 but this model has only": (
+        "olmo2_7b", {"partial_rotary_factor": 0.5}
+    ),
+    "has a rope_theta of sliding_attention that is not that of full_attention": (
+        "olmo3_7b", {"rope_parameters": {LOCAL: {"rope_theta": 1e4}, FULL: {"rope_theta": 5e5}}}
+    ),
+    "rope_type='yarn' but this model has only rope_type='longrope'": (
+        "phi4", {"rope_scaling": {"type": "yarn", "factor": 2.0}}
+    ),
+    "scoring_func='softmax' but": ("minimax_m2", {"scoring_func": "softmax"}),
+    "attention_out_bias=True but": ("seed_oss_36b", {"attention_out_bias": True}),
     "only those of the quant_method 'mxfp4' can be read": (
         "gpt_oss_20b", {"quantization_config": {"quant_method": "fp8"}}
     ),

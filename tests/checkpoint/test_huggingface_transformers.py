@@ -3,19 +3,23 @@
 import hf_moe
 import numpy as np
 import pytest
-from hf_models import our_logits, rope_scaling, stored_params
+from hf_models import our_logits, rope_scaling, stored_params, stored_variables
 
 from jaxpipe.checkpoint.hf.parameters import export_huggingface, hf_format, import_huggingface
 from jaxpipe.checkpoint.hf.serving import ServingFiles
 from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
+from jaxpipe.model.families.exaone4 import Exaone4Config
 from jaxpipe.model.families.gemma3.config import Gemma3Config
 from jaxpipe.model.families.glm4 import Glm4Config
+from jaxpipe.model.families.glm4_moe import Glm4MoeConfig
 from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.families.gpt_oss.config import GptOssConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.families.minimax_m2 import MiniMaxM2Config
 from jaxpipe.model.families.olmo2 import Olmo2Config
 from jaxpipe.model.families.olmo3 import Olmo3Config
 from jaxpipe.model.families.phi3 import Phi3Config
+from jaxpipe.model.families.seed_oss import SeedOssConfig
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -64,6 +68,14 @@ MODELS = {
         rope_original_positions=16, max_seq_len=64, rope_short_factors=(1.0, 1.5, 2.0),
         rope_long_factors=(2.0, 4.0, 8.0),
     ),
+    "seed_oss": SeedOssConfig(**SIZES, head_dim=10),
+    "exaone4": Exaone4Config(**SIZES, sliding_window=5, global_every=3, rope_theta=1e4),
+    "exaone4_without_windows": Exaone4Config(**SIZES, tie_embeddings=True, rope_theta=1e4),
+    "glm4_moe": Glm4MoeConfig(
+        **SIZES, head_dim=16, n_experts=8, experts_per_token=3, d_expert=24, qk_norm=True,
+        router_scale=2.5, expert_groups=4, groups_per_token=2, shared_experts=2,
+    ),
+    "minimax_m2": MiniMaxM2Config(**SIZES, head_dim=12, n_experts=6, experts_per_token=2),
     "mixtral": LlamaConfig(**SIZES, head_dim=14, n_experts=6, experts_per_token=2, rope_theta=1e6),
 }  # fmt: skip
 
@@ -77,6 +89,9 @@ def made_by_transformers(model):
         for name, parameter in theirs.named_parameters():
             if "norm" in name or "ln_" in name or "bias" in name:
                 parameter.uniform_(0.5, 1.5)
+        for name, biases in theirs.named_buffers():
+            if "correction_bias" in name:
+                biases.uniform_(-0.3, 0.3)
     return theirs
 
 
@@ -149,7 +164,7 @@ def test_transformers_and_the_decoder_agree_both_ways(tmp_path, name, shard_size
     theirs.save_pretrained(tmp_path / "hf", max_shard_size=shard_size)
 
     step = import_huggingface(tmp_path / "hf", model, tmp_path / "checkpoints", {})
-    ours = our_logits(model, stored_params(step), tokens)
+    ours = our_logits(model, stored_params(step), tokens, stored_variables(step))
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
 

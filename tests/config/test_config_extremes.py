@@ -45,6 +45,9 @@ MORE = {
     "llama": "n_kv_heads = 1", "gemma3": _LOCAL, "deepseek": _LATENT, "gpt2": "",
     "gpt_oss": f"{_LOCAL}n_experts = 4\nexperts_per_token = 2\n",
     "olmo2": "n_kv_heads = 1", "olmo3": _LOCAL, "glm4": "n_kv_heads = 1", "phi3": "n_kv_heads = 1",
+    "seed_oss": "n_kv_heads = 1", "exaone4": _LOCAL,
+    "glm4_moe": "n_kv_heads = 1\nn_experts = 2\nexperts_per_token = 2\n",
+    "minimax_m2": "n_kv_heads = 1\nn_experts = 2\nexperts_per_token = 2\n",
     "llama4": "n_kv_heads = 1\nn_experts = 2\nattention_chunk = 8\nnope_every = 2\n",
 }  # fmt: skip
 VALUES = ["-1", "0", "1000000000000", "1000000000000000000", "1e18", "1e-60", "1e60", "nan",

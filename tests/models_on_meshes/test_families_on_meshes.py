@@ -48,6 +48,7 @@ CASES = {
         (2, 2, 2),
         {"cp": 2, "heads": 1, "zero_stage": 3},
     ),
+    "minimax_m2": ("minimax_m2", "zb_h1", (2, 2, 2), {"ep": 2, "sequence": True}),
     "glm4": ("glm4", "zb_h1", (2, 2, 2), {"cp": 2, "heads": 1, "sequence": True}),
     "gpt_oss, recomputed ahead": (
         "packed_gpt_oss",

@@ -8,7 +8,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_models import all_tensors, assert_same_bytes, our_logits, stored_params
+from hf_models import all_tensors, assert_same_bytes, our_logits, stored_params, stored_variables
 from msgspec.structs import replace
 from safetensors.numpy import save_file
 
@@ -74,12 +74,6 @@ def our_model(theirs, place):
 def logits_of(model, tokens):
     with torch.no_grad():
         return model(torch.from_numpy(tokens)).logits.numpy()
-
-
-def stored_variables(step):
-    checkpoint = StoredCheckpoint(step)
-    paths = [path for path in checkpoint.leaves if path[0] == "variables"]
-    return {path[1]: array for path, array in zip(paths, checkpoint.read(paths) if paths else [])}
 
 
 def export(step, model, target, **options):

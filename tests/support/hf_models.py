@@ -245,6 +245,13 @@ def stored_params(step_directory):
     return unflatten_dict(dict(zip(paths, checkpoint.read(paths))))["params"]
 
 
+def stored_variables(step_directory):
+    """Return the state of a checkpoint that is no parameter, by name."""
+    checkpoint = StoredCheckpoint(step_directory)
+    paths = [path for path in checkpoint.leaves if path[0] == "variables"]
+    return {path[1]: array for path, array in zip(paths, checkpoint.read(paths) if paths else [])}
+
+
 def our_logits(model, params, tokens_BL, variables=None):
     """Return `[B, L, V]` by jaxpipe's decoder."""
     decoder = FAMILIES[model.family].build(model)

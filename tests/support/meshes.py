@@ -34,6 +34,7 @@ from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.families.gpt_oss.config import GptOssConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama4.config import Llama4Config
+from jaxpipe.model.families.minimax_m2 import MiniMaxM2Config
 from jaxpipe.model.families.olmo2 import Olmo2Config
 from jaxpipe.model.families.olmo3 import Olmo3Config
 from jaxpipe.model.layers.moe.balance import REAL
@@ -76,6 +77,7 @@ MODELS = {
     "packed_llama4": Llama4Config(**LLAMA4),
     "olmo2": Olmo2Config(**SIZES, n_kv_heads=2),
     "packed_olmo3": Olmo3Config(**SIZES, **ALTERNATING),
+    "minimax_m2": MiniMaxM2Config(**SIZES, n_kv_heads=2, **MIXTURE, router_bias=False),
     "glm4": Glm4Config(**SIZES, n_kv_heads=1, qkv_bias=True),
     "dropping": LlamaConfig(**SIZES, n_kv_heads=2, dropout=0.3, attention_dropout=0.2),
     "gpt2_dropping": GPT2Config(**SIZES, max_seq_len=11, dropout=0.2, attention_dropout=0.3),

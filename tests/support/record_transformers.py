@@ -142,6 +142,34 @@ RELATIVES = {
     "glm4": (
         "Glm4", _SIZES | {"head_dim": 8, "rope_parameters": _PARTIAL, "pad_token_id": None}
     ),
+    "seed_oss": (
+        "SeedOss", _SIZES | {"head_dim": 6, "rope_parameters": _ROPE, "pad_token_id": None}
+    ),
+    "exaone4": (
+        "Exaone4",
+        _SIZES
+        | {
+            "head_dim": 6, "rope_parameters": _ROPE, "sliding_window": 3,
+            "sliding_window_pattern": 2,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        _SIZES
+        | {
+            "head_dim": 8, "rope_parameters": _PARTIAL, "attention_bias": True,
+            "use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 6, "routed_scaling_factor": 2.5,
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        _SIZES
+        | {
+            "head_dim": 8, "rope_parameters": _PARTIAL, "intermediate_size": 12,
+            "num_local_experts": 4, "num_experts_per_tok": 2,
+        },
+    ),
     "phi3": (
         "Phi3",
         _SIZES | {"head_dim": 4, "rope_parameters": _PARTIAL, "sliding_window": 3,
@@ -184,9 +212,10 @@ def build(name):
 # Of a family whose files have experts as separate tensors: where they are, and their names.
 _EXPERT_NAMES = {
     **dict.fromkeys(
-        ("qwen3_moe", "deepseek_v2", "deepseek_v3"), ("mlp", ("gate_proj", "up_proj", "down_proj"))
+        ("qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"),
+        ("mlp", ("gate_proj", "up_proj", "down_proj")),
     ),
-    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    **dict.fromkeys(("mixtral", "minimax_m2"), ("block_sparse_moe", ("w1", "w3", "w2"))),
 }
 
 

@@ -2,17 +2,21 @@
 
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.deepseek.presets import DEEPSEEK_PRESETS
+from jaxpipe.model.families.exaone4 import EXAONE4
 from jaxpipe.model.families.gemma3 import config as gemma3
 from jaxpipe.model.families.glm4 import GLM4
+from jaxpipe.model.families.glm4_moe import GLM4_MOE
 from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.families.gpt2.presets import GPT2_PRESETS
 from jaxpipe.model.families.gpt_oss import config as gpt_oss
 from jaxpipe.model.families.llama import architectures as llama
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama4 import config as llama4
+from jaxpipe.model.families.minimax_m2 import MINIMAX_M2
 from jaxpipe.model.families.olmo2 import OLMO2
 from jaxpipe.model.families.olmo3 import OLMO3
 from jaxpipe.model.families.phi3 import PHI3
+from jaxpipe.model.families.seed_oss import SEED_OSS
 from jaxpipe.model.family import ModelFamily
 
 FAMILIES = {
@@ -47,6 +51,10 @@ FAMILIES = {
         OLMO3,
         GLM4,
         PHI3,
+        GLM4_MOE,
+        MINIMAX_M2,
+        SEED_OSS,
+        EXAONE4,
         ModelFamily(
             "deepseek",
             DeepseekConfig,

@@ -27,6 +27,7 @@ class Olmo3Format(Olmo2Format):
     DEFAULTS: ClassVar[Fields] = {
         **Olmo2Format.DEFAULTS, "sliding_window": 4096, "rope_theta": 500000.0
     }  # fmt: skip
+    WINDOWS: ClassVar[int | None] = 4
     CHOICES: ClassVar[Fields] = choices("sliding_window", "global_every", qk_norm=True)
 
     def with_defaults(self, theirs: Fields) -> Fields:
@@ -38,14 +39,9 @@ class Olmo3Format(Olmo2Format):
             )
         return {**found, "rope_local_base_freq": None}
 
-    def own_expected(self, theirs: Fields) -> dict[str, Any]:
-        """The windows."""
-        window = {"sliding_window": theirs["sliding_window"] or 0, "global_every": 4}
-        return window | self.read_layer_types(theirs)
-
     def written(self, model: LlamaConfig, dtype: str, max_positions: int) -> dict[str, Any]:
         """The config.json, with the wavelengths of both types of layers as version 5 reads them."""
-        found = super().written(model, dtype, max_positions) | self.written_layer_types(model)
+        found = super().written(model, dtype, max_positions)
         unscaled = {"rope_type": "default", "rope_theta": model.rope_theta}
         scaled = unscaled | (found["rope_scaling"] or {})
         return found | {"rope_parameters": {FULL: scaled, LOCAL: unscaled}}

@@ -34,19 +34,19 @@ class Phi3Format(LlamaFormat):
         "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000,
         "sliding_window": None, "original_max_position_embeddings": 4096,
     }  # fmt: skip
+    WINDOWS: ClassVar[int | None] = 0
     CHOICES: ClassVar[Fields] = choices("sliding_window", "rotary_share")
 
     def own_expected(self, theirs: Fields) -> dict[str, Any]:
-        """The window; raises `ValueError` where positions are scaled as none of these models do."""
+        """Nothing; raises `ValueError` where positions are scaled as in none of these models."""
         scaling = rope.rope_fields(theirs)
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         check_only({"rope_type": kind}, {"rope_type": ("longrope", "default")})
-        return {"sliding_window": theirs["sliding_window"] or 0}
+        return {}
 
     def written(self, model: LlamaConfig, dtype: str, max_positions: int) -> dict[str, Any]:
         """The config.json, whose class takes the factor of `longrope` from two lengths."""
         found = super().written(model, dtype, max_positions)
-        found |= {"sliding_window": model.sliding_window or None}
         if not found["rope_scaling"]:
             return found
         factor = max_positions / model.rope_original_positions

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
+from jaxpipe.model.layers.moe import huggingface as experts
 from jaxpipe.model.layers.moe.huggingface import FUSED as FUSED  # the same tensors for all experts
-from jaxpipe.model.layers.moe.huggingface import LAYER as _EXPERTS
+from jaxpipe.model.layers.moe.huggingface import VARIABLES as VARIABLES
 from jaxpipe.model.layers.rope import huggingface as rope
 from jaxpipe.model.published import BUFFERS as BUFFERS
 from jaxpipe.model.published import (
@@ -48,10 +49,8 @@ _BLOCK = {
     "mlp/w_gate": _matrix("mlp.gate_proj"),
     "mlp/w_up": _matrix("mlp.up_proj"),
     "mlp/w_down": _matrix("mlp.down_proj"),
-    "moe/shared/w_gate": _matrix("mlp.shared_experts.gate_proj"),
-    "moe/shared/w_up": _matrix("mlp.shared_experts.up_proj"),
-    "moe/shared/w_down": _matrix("mlp.shared_experts.down_proj"),
-    **_EXPERTS,
+    **experts.SHARED,
+    **experts.LAYER,
 }
 # The layer after the last one predicts one further token. Published files hold copies of embedding
 # and head there, which are read nowhere and not written.
@@ -71,7 +70,6 @@ ENDS = {
     "head": HuggingFaceTensor(HEAD, transposed=True),
 }
 CHOICES: dict[str, Any] = {}
-VARIABLES = {"router_bias": HuggingFaceTensor("mlp.gate.e_score_correction_bias")}
 
 # Hugging Face's names to ours.
 _SIZES = {
@@ -89,15 +87,7 @@ _CHOICES = {
     "v_head_dim": "v_head_dim",
     "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tie_embeddings",
-    "n_routed_experts": "n_experts",
-    "n_shared_experts": "shared_experts",
-    "num_experts_per_tok": "experts_per_token",
-    "moe_intermediate_size": "d_expert",
-    "first_k_dense_replace": "first_dense_layers",
-    "routed_scaling_factor": "router_scale",
-    "norm_topk_prob": "norm_topk_prob",
-    "n_group": "expert_groups",
-    "topk_group": "groups_per_token",
+    **experts.FIELDS,
 }
 _OF_BOTH = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,

@@ -37,6 +37,7 @@ class Gemma3Format(LlamaFormat):
         "query_pre_attn_scalar": 256, "sliding_window": 4096, "max_position_embeddings": 131072,
         "bos_token_id": 2, "eos_token_id": 1,
     }  # fmt: skip
+    WINDOWS: ClassVar[int | None] = 6
     CHOICES: ClassVar[Fields] = choices("sliding_window", "global_every", qk_norm=True)
     ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "hidden_activation": ("gelu_pytorch_tanh",),
@@ -61,22 +62,19 @@ class Gemma3Format(LlamaFormat):
         return super().with_defaults(rope.of_layer_types(of_text(theirs), FULL, LOCAL))
 
     def own_expected(self, theirs: Fields) -> dict[str, Any]:
-        """Windows, wavelengths of layers that have one, scale of scores, cap of logits."""
+        """Wavelengths of layers that have a window, scale of scores, cap of logits."""
         return {
             "logit_softcap": theirs.get("final_logit_softcapping") or 0.0,
             "rope_local_theta": theirs["rope_local_base_freq"],
             "query_width": theirs["query_pre_attn_scalar"],
-            "sliding_window": theirs["sliding_window"],
-            "global_every": theirs.get("sliding_window_pattern", 6),
-        } | self.read_layer_types(theirs)
+        }
 
     def own_written(self, model: Gemma3Config) -> dict[str, Any]:
-        """Windows, wavelengths of layers that have one, scale of scores, cap of logits."""
+        """Wavelengths of layers that have a window, scale of scores, cap of logits."""
         return {
             "final_logit_softcapping": model.logit_softcap or None,
             "rope_local_base_freq": model.rope_local_theta,
             "query_pre_attn_scalar": model.query_width or model.head_size,
-            **self.written_layer_types(model),
         }
 
 

@@ -51,6 +51,7 @@ class GptOssFormat(LlamaFormat):
         "num_experts_per_tok": 4, "rms_norm_eps": 1e-5, "sliding_window": 128,
         "rope_scaling": _ROPE,
     }  # fmt: skip
+    WINDOWS: ClassVar[int | None] = 2
     CHOICES: ClassVar[Fields] = choices(
         "sliding_window", "global_every", "n_experts", qkv_bias=True
     )
@@ -76,11 +77,8 @@ class GptOssFormat(LlamaFormat):
         return {**described, "rope_scaling": described["rope_scaling"] or _ROPE}
 
     def own_expected(self, theirs: Fields) -> dict[str, Any]:
-        """The windows, and the experts."""
+        """The experts."""
         return {
-            "sliding_window": theirs["sliding_window"],
-            "global_every": 2,
-            **self.read_layer_types(theirs),
             "n_experts": theirs.get("num_experts", theirs["num_local_experts"]),
             "experts_per_token": theirs["num_experts_per_tok"],
             "d_expert": theirs.get("intermediate_size"),
@@ -92,12 +90,11 @@ class GptOssFormat(LlamaFormat):
         return experts.trained(theirs, model)
 
     def own_written(self, model: GptOssConfig) -> dict[str, Any]:
-        """The windows and the experts; raises `ValueError` where gpt-oss cannot express them."""
+        """The experts; raises `ValueError` where gpt-oss cannot express them."""
         experts.check_expressible(model, _ONLY | {"d_expert": model.d_ff}, "gpt-oss")
         unscaled = {"rope_type": "default", "rope_theta": model.rope_theta}
         return {
             **({"rope_scaling": unscaled} if model.rope_factor == model.rotary_scale == 1 else {}),
-            **self.written_layer_types(model),
             "num_local_experts": model.n_experts,
             "num_experts_per_tok": model.experts_per_token,
             **experts.written_loss(model),

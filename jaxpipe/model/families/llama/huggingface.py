@@ -54,6 +54,8 @@ class LlamaFormat:
       SIZES: sizes without defaults, by Hugging Face's names.
       FIELDS: what else both name differently, by Hugging Face's names; `DEFAULTS` has all of them.
       ROTARY_SHARE: default of `partial_rotary_factor`; None: the architecture has only 1.
+      WINDOWS: None: the architecture has no windows; else `DEFAULTS` has `sliding_window`, and one
+        layer in this many has no window if the file does not say which; 0: all layers have it.
       DEFAULTS: transformers' defaults of absent fields, where they differ from `_choices`.
       CHOICES: fields of `[model]` that have one value in all models of the architecture.
       ABSENT: features that the decoder lacks, and the values at which a checkpoint lacks them, too.
@@ -95,6 +97,7 @@ class LlamaFormat:
     }
     FIELDS: ClassVar[Mapping[str, str]] = {}
     ROTARY_SHARE: ClassVar[float | None] = None
+    WINDOWS: ClassVar[int | None] = None
     DEFAULTS: ClassVar[Fields] = {"bos_token_id": 1, "eos_token_id": 2}
     CHOICES: ClassVar[Fields] = choices()
     ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -137,7 +140,7 @@ class LlamaFormat:
         check_quantised(theirs, self.QUANTISED)
         check_known(theirs, {*_READ, *self.SIZES, *self.DEFAULTS, *self.ABSENT, *self.READ})
         own = {ours: theirs[name] for name, ours in self.FIELDS.items()}
-        own |= self._rotary_share(theirs) | self.own_expected(theirs)
+        own |= self._rotary_share(theirs) | self._windows(theirs) | self.own_expected(theirs)
         read = (*self.SIZES, *self.FIELDS)
         check_only(theirs, {name: only for name, only in self.ABSENT.items() if name not in read})
         found = {**sizes(theirs, self.SIZES), **_choices(theirs), **self.CHOICES, **own}
@@ -158,30 +161,41 @@ class LlamaFormat:
         """The fields of `[model]` that only this architecture reads from a config.json."""
         return {}
 
-    def read_layer_types(self, theirs: Fields) -> dict[str, Any]:
-        """The field `global_every` from the attention of every layer; empty if that is not listed.
+    def _windows(self, theirs: Fields) -> dict[str, Any]:
+        """The window, and how often a layer has none, where the architecture has windows.
 
         Raises `ValueError` where layers without a window are not at regular intervals.
         """
-        types = theirs.get("layer_types")
-        if not types:
+        if self.WINDOWS is None:
             return {}
-        every = types.index(FULL) + 1 if FULL in types else 0
-        regular = [FULL if every and i % every == 0 else LOCAL for i in range(1, len(types) + 1)]
-        if types != regular:
-            raise ValueError(
-                f"has layer_types that are not {LOCAL} with {FULL} in every n-th layer, as in this "
-                f"model: take another checkpoint."
-            )
-        return {"global_every": every}
+        window, pattern = theirs["sliding_window"] or 0, theirs.get("sliding_window_pattern")
+        if not self.WINDOWS or not window:
+            return {"sliding_window": window, **({"global_every": 0} if self.WINDOWS else {})}
+        every = pattern if isinstance(pattern, int) else self.WINDOWS
+        types = theirs.get("layer_types")
+        if not types and isinstance(pattern, str):  # LLLG, as EXAONE 4 has it
+            types = [FULL if letter == "G" else LOCAL for letter in pattern]
+        if types:
+            every = types.index(FULL) + 1 if FULL in types else 0
+            regular = [
+                FULL if every and i % every == 0 else LOCAL for i in range(1, len(types) + 1)
+            ]
+            if types != regular:
+                raise ValueError(
+                    f"has layer_types that are not {LOCAL} with {FULL} in every n-th layer, as in "
+                    f"this model: take another checkpoint."
+                )
+        return {"sliding_window": window, "global_every": every}
 
-    def written_layer_types(self, model: LlamaConfig) -> dict[str, Any]:
-        """The window, and the attention of every layer."""
-        windows = (model.of_kind(kind).sliding_window for kind in model.layer_kinds)
-        return {
-            "sliding_window": model.sliding_window or None,
-            "layer_types": [LOCAL if window else FULL for window in windows],
-        }
+    def _written_windows(self, model: LlamaConfig) -> dict[str, Any]:
+        """The window, and where layers without one exist the attention of every layer."""
+        if self.WINDOWS is None:
+            return {}
+        found: dict[str, Any] = {"sliding_window": model.sliding_window or None}
+        if self.WINDOWS:
+            windows = (model.of_kind(kind).sliding_window for kind in model.layer_kinds)
+            found["layer_types"] = [LOCAL if window else FULL for window in windows]
+        return found
 
     def trained(self, theirs: Fields, model: LlamaConfig) -> dict[str, Any]:
         """The fields of `[model]` that only training reads, as a config.json has them."""
@@ -214,6 +228,7 @@ class LlamaFormat:
             "pad_token_id": None,
             "torch_dtype": dtype,
             **self.WRITTEN,
+            **self._written_windows(model),
             **self.own_written(model),
         }
 

@@ -22,6 +22,26 @@ FUSED = {
     **fused("mlp.experts.gate_up_proj", "moe/experts/w_gate", "moe/experts/w_up"),
     "moe/experts/w_down": HuggingFaceTensor("mlp.experts.down_proj", transposed=True),
 }
+# Names of DeepSeek-V3, and of models that route as it does: shared experts, biases on the choice,
+# and fields of a config.json.
+SHARED = {
+    f"moe/shared/w_{name}": HuggingFaceTensor(
+        f"mlp.shared_experts.{name}_proj.weight", transposed=True
+    )
+    for name in ("gate", "up", "down")
+}
+VARIABLES = {"router_bias": HuggingFaceTensor("mlp.gate.e_score_correction_bias")}
+FIELDS = {
+    "n_routed_experts": "n_experts",
+    "n_shared_experts": "shared_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "moe_intermediate_size": "d_expert",
+    "first_k_dense_replace": "first_dense_layers",
+    "routed_scaling_factor": "router_scale",
+    "norm_topk_prob": "norm_topk_prob",
+    "n_group": "expert_groups",
+    "topk_group": "groups_per_token",
+}
 DEFAULTS: dict[str, Any] = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
@@ -106,8 +126,5 @@ def written_loss(model: MixtureConfig) -> dict[str, Any]:
 
 def check_expressible(model: MixtureConfig, only: Mapping[str, Any], theirs: str) -> None:
     """Raise `ValueError` with a sentence where experts have other values than those in `only`."""
-    check_choices(
-        model.resolved(),
-        {**only, "router_bias": False, "router_bias_rate": 0.0},
-        f"the experts of {theirs}",
-    )
+    unbiased = {} if only.get("router_bias") else {"router_bias": False, "router_bias_rate": 0.0}
+    check_choices(model.resolved(), {**only, **unbiased}, f"the experts of {theirs}")

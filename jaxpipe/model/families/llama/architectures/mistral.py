@@ -1,8 +1,7 @@
 """Mistral, whose first version has a sliding window."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama.huggingface import Fields, LlamaFormat, choices
 from jaxpipe.model.families.llama.presets import Preset, decoder_sizes
 
@@ -17,15 +16,8 @@ class MistralFormat(LlamaFormat):
         "num_key_value_heads": 8, "sliding_window": 4096, "bos_token_id": 1, "eos_token_id": 2
     }  # fmt: skip
     CHOICES: ClassVar[Fields] = choices("sliding_window")
+    WINDOWS: ClassVar[int | None] = 0
     WRITTEN: ClassVar[Fields] = {"hidden_act": "silu"}
-
-    def own_expected(self, theirs: Fields) -> dict[str, Any]:
-        """The window."""
-        return {"sliding_window": theirs["sliding_window"] or 0}
-
-    def own_written(self, model: LlamaConfig) -> dict[str, Any]:
-        """The window."""
-        return {"sliding_window": model.sliding_window or None}
 
 
 _MISTRAL = {"norm_eps": 1e-5, "head_dim": 128, "max_seq_len": 32768}

@@ -19,12 +19,14 @@ _EXPERTS = {
         "block_sparse_moe.experts.{}.w2.weight", transposed=True
     ),
 }
-# A token's weights are softmaxes over its own experts: shares of all experts, divided by their sum.
-_ONLY = {**experts.ONLY_OURS, "norm_topk_prob": True, "moe_every": 1, "first_dense_layers": 0}
 
 
 class MixtralFormat(MistralFormat):
-    """`MixtralForCausalLM`; version 5 of transformers may save experts as one tensor."""
+    """`MixtralForCausalLM`; version 5 of transformers may save experts as one tensor.
+
+    Attributes:
+      ONLY: fields of `[model]` of the experts that have one value.
+    """
 
     ARCHITECTURES: ClassVar[tuple[str, ...]] = ("MixtralForCausalLM",)
     MODEL_TYPE: ClassVar[str] = "mixtral"
@@ -38,6 +40,10 @@ class MixtralFormat(MistralFormat):
         "num_local_experts": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "bos_token_id": 1,
         "eos_token_id": 2,
     }  # fmt: skip
+    # A token's weights are softmaxes over its own experts: shares of all, divided by their sum.
+    ONLY: ClassVar[Fields] = {
+        **experts.ONLY_OURS, "norm_topk_prob": True, "moe_every": 1, "first_dense_layers": 0
+    }  # fmt: skip
     READ: ClassVar[tuple[str, ...]] = "num_experts", *experts.READ
     CHOICES: ClassVar[Fields] = choices("sliding_window", "n_experts")
     ABSENT: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -45,12 +51,12 @@ class MixtralFormat(MistralFormat):
     }  # fmt: skip
 
     def own_expected(self, theirs: Fields) -> dict[str, Any]:
-        """The window, and the experts."""
-        return super().own_expected(theirs) | {
+        """The experts."""
+        return {
             "n_experts": theirs.get("num_experts", theirs["num_local_experts"]),
             "experts_per_token": theirs["num_experts_per_tok"],
             "d_expert": theirs.get("intermediate_size"),
-            **_ONLY,
+            **self.ONLY,
         }
 
     def trained(self, theirs: Fields, model: LlamaConfig) -> dict[str, Any]:
@@ -58,9 +64,9 @@ class MixtralFormat(MistralFormat):
         return experts.trained(theirs, model)
 
     def own_written(self, model: LlamaConfig) -> dict[str, Any]:
-        """The window and the experts; raises `ValueError` where Mixtral cannot express them."""
-        experts.check_expressible(model, _ONLY | {"d_expert": model.d_ff}, "Mixtral")
-        return super().own_written(model) | {
+        """The experts; raises `ValueError` where the architecture cannot express them."""
+        experts.check_expressible(model, {**self.ONLY, "d_expert": model.d_ff}, self.MODELS)
+        return {
             "num_local_experts": model.n_experts,
             "num_experts_per_tok": model.experts_per_token,
             "router_jitter_noise": 0.0,
