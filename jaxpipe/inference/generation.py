@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from msgspec import structs
 
 from jaxpipe.config import ConfigError
-from jaxpipe.core.contract import Context
+from jaxpipe.core.contract import Context, LayerKind
 from jaxpipe.core.executor.parameters import DeviceParameters
 from jaxpipe.core.mesh import PP, REPLICA_AXES, TP
 from jaxpipe.inference.loaded_model import LoadedModel
@@ -98,21 +98,21 @@ class Generator:
         if state is not None:
             loaded.trainer.check_state(state)
             params, variables = loaded.trainer.averaged(state), state.variables
-        prompts = [_as_ids(number, prompt) for number, prompt in enumerate(_listed(prompts))]
-        limits = _limits(max_tokens, len(prompts))
-        lengths = [len(prompt) for prompt in prompts]
-        self._check(prompts, limits)
+        rows = [_as_ids(number, prompt) for number, prompt in enumerate(_listed(prompts))]
+        limits = _limits(max_tokens, len(rows))
+        lengths = [len(row) for row in rows]
+        self._check(rows, limits)
         if params is None:
             raise ConfigError("there are no parameters: give generate(..., state=) a state.")
         check_parameters(params, variables, loaded.trainer.state_shapes)
         most = max(map(sum, zip(lengths, limits.tolist())))
-        tokens = np.zeros((len(prompts), most + 1), np.int32)
-        for row, prompt in zip(tokens, prompts):
-            row[: len(prompt)] = prompt
-        decoding = self._decoding(len(prompts), most, params, variables, key_of(seed))
+        tokens = np.zeros((len(rows), most + 1), np.int32)
+        for into, ids in zip(tokens, rows):
+            into[: len(ids)] = ids
+        decoding = self._decoding(len(rows), most, params, variables, key_of(seed))
         begin = decoding.read(tokens, min(lengths) - 1)
-        made: list[list[int]] = [[] for _ in prompts]
-        logprobs: list[list[float]] = [[] for _ in prompts]
+        made: list[list[int]] = [[] for _ in rows]
+        logprobs: list[list[float]] = [[] for _ in rows]
         running = {row for row, limit in enumerate(limits) if limit}
         for place in range(begin, most):
             if not running:
@@ -126,7 +126,7 @@ class Generator:
                     logprobs[row].append(logprob)
                     if len(made[row]) == limits[row] or is_finished(row, made[row]):
                         running.remove(row)
-        return [Completion(one, np.float32(of)) for one, of in zip(made, logprobs)]
+        return [Completion(one, np.array(of, np.float32)) for one, of in zip(made, logprobs)]
 
     def _check(self, prompts: Sequence[np.ndarray], limits: np.ndarray) -> None:
         model = self.loaded.trainer.config.model
@@ -223,10 +223,10 @@ class _CachedDecoding:
     def next(self, tokens_NS: np.ndarray, place: int) -> tuple[np.ndarray, np.ndarray]:
         position.enter("score")
         here = tokens_NS[:, place : place + 1]
-        made, self.cache = self.model.next(
+        (tokens, logprobs), self.cache = self.model.next(
             self.params, self.variables, self.cache, here, place, self.key
         )
-        return tuple(map(np.asarray, made))
+        return np.asarray(tokens), np.asarray(logprobs)
 
 
 def _slices(tokens: int) -> Iterator[int]:
@@ -265,14 +265,21 @@ class CachedModel:
         )
         return model_of(config, trainer.grouped)
 
+    @property
+    def _kinds(self) -> list[LayerKind]:
+        """The kind of every layer."""
+        functions = self.model.functions
+        order = functions.layer_kinds(self.trainer.config.model.pipeline_layers)
+        return [functions.kinds_by_name[name] for name in order]
+
     def empty_cache(self, batch: int) -> Tree:
         """The cache before the first token, by layer; leaves have a leading axis of devices."""
-        trainer, functions = self.trainer, self.model.functions
+        trainer, kinds = self.trainer, self._kinds
         x = jnp.zeros((batch, 1, trainer.config.model.d_model), trainer.execution.compute_dtype)
         rows = {"inputs": jnp.zeros((batch, 1), jnp.int32)}
 
         def empty() -> Tree:
-            states = [functions.kinds_by_name[kind].state(x, rows) for kind in trainer.layout.kinds]
+            states = [kind.state(x, rows) for kind in kinds if kind.state]  # slices give all one
             devices = (trainer.mesh.size,)
             return jax.tree.map(lambda leaf: jnp.zeros(devices + leaf.shape, leaf.dtype), states)
 
@@ -294,8 +301,8 @@ class CachedModel:
         size = self.trainer.config.model.vocab_size
 
         def draw(*arguments: Any) -> tuple[Draw, Tree]:
-            *arguments, place, key = arguments
-            logits_BV, cache = self._forward(*arguments, place)
+            *read, place, key = arguments
+            logits_BV, cache = self._forward(*read, place)
             return self.sampling.draw(logits_BV[:, :size], key, place), cache
 
         return self._compiled(draw)
@@ -322,21 +329,20 @@ class CachedModel:
     ) -> tuple[jax.Array, Tree]:
         """The next token's logits after the last of L tokens, and the cache with all of them."""
         trainer, functions = self.trainer, self.model.functions
-        kinds = functions.kinds_by_name
         own = DeviceParameters.gather(
             params, trainer.sharding.param_shardings(params), trainer.execution,
-            for_layers=any(kind.reads for kind in kinds.values()),
+            for_layers=any(kind.reads for kind in self._kinds),
         )  # fmt: skip
         batch, length = tokens_BL.shape
         rows = {"inputs": tokens_BL, "slice": jnp.full((batch,), begin // length, jnp.int32)}
         x_BLD, after = functions.embed(own.embed_head, rows), []
-        for index, (kind, state) in enumerate(zip(trainer.layout.kinds, cache)):
+        for index, (kind, state) in enumerate(zip(self._kinds, cache)):
             before = jax.tree.map(lambda leaf: leaf[0], state)
             context = Context(rows, jnp.int32(index), before, variables, own.embed_head_of_layers)
             run, (_, *row) = trainer.layout.place_of(index)
             layer = own.layers[run]
             if row:
                 layer = jax.tree.map(lambda leaf, row=row[0]: leaf[row], layer)
-            x_BLD, state, _ = kinds[kind].layer(layer, x_BLD, context)
+            x_BLD, state, _ = kind.layer(layer, x_BLD, context)
             after.append(jax.tree.map(lambda leaf: leaf[None], state))
         return self.model.logits(own.embed_head, x_BLD[:, -1:])[:, 0], after

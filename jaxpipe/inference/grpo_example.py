@@ -97,7 +97,8 @@ def train(arguments: Namespace) -> None:
             rewards = np.array([reward(answer) for answer in answers]).reshape(-1, GROUP)
             gain = (rewards - rewards.mean(1)[:, None]) / (rewards.std(1)[:, None] + 1e-6)
             batch["advantages"] = np.broadcast_to(gain.reshape(*old.shape[:2], 1), old.shape)
-            batch["reference_logprobs"] = score(reference, batch, state.variables).logprobs_BL
+            of_reference = score(reference, batch, state.variables)
+            batch["reference_logprobs"] = np.asarray(of_reference.logprobs_BL)
             for step in range(iteration * EPOCHS, (iteration + 1) * EPOCHS):  # over one rollout
                 rows = trainer.put(batch | {"old_logprobs": old}, step * samples)
                 state, metrics = trainer.train_step(state, rows)

@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxpipe.config import ConfigError
 from jaxpipe.data.optional import import_optional
 from jaxpipe.data.prepare.limits import bounded
@@ -35,15 +37,17 @@ class HarnessMethods:
     """The methods of `lm_eval.api.model.TemplateLM`, without that base class.
 
     Args:
-      loaded: the model on its mesh.
+      loaded: the model on its mesh, with what is on disk.
       tokenizer: its tokenizer.
       max_length: the longest sequence to read [tokens].
     """
 
     def __init__(self, loaded: LoadedModel, tokenizer: TextTokenizer, max_length: int):
         super().__init__()
+        assert loaded.saved is not None
         self.loaded, self.text, self.max_length = loaded, tokenizer, max_length
-        self.serving, self.scorer = loaded.saved.serving, Scorer(loaded)
+        self.place, self.serving = loaded.saved.place, loaded.saved.serving
+        self.scorer = Scorer(loaded)
         self._generators: dict[Sampling, Generator] = {}
 
     @property
@@ -57,7 +61,7 @@ class HarnessMethods:
         token = self.serving.prefix_token_id
         if token is None:
             raise ConfigError(
-                f"{self.loaded.saved.place} has neither a BOS nor an EOS token, which stands for "
+                f"{self.place} has neither a BOS nor an EOS token, which stands for "
                 f"an empty context in this task: export the model with --tokenizer DIR first."
             )
         return token
@@ -86,10 +90,13 @@ class HarnessMethods:
                 f"{self.max_length}: evaluate another task."
             )
         longest = self.max_length + 1  # the last token is a target alone
-        rows = [(context + continuation)[-longest:] for _, context, continuation in requests]
+        rows = [
+            np.array((context + continuation)[-longest:], np.int32)
+            for _, context, continuation in requests
+        ]
         results = []
-        for (_, _, continuation), one in zip(requests, self.scorer.score(rows)):
-            first = max(0, len(one.greedy) - len(continuation))
+        for request, one in zip(requests, self.scorer.score(rows)):
+            first = max(0, len(one.greedy) - len(request[2]))
             logprob = float(one.logprobs[first:].sum(dtype="float64"))
             results.append((logprob, bool(one.greedy[first:].all())))
         return results
@@ -168,7 +175,7 @@ class HarnessMethods:
     @property
     def tokenizer_name(self) -> str:
         """A name of the tokenizer, by which the harness keys what it caches."""
-        return str(self.loaded.saved.place).replace("/", "__")
+        return str(self.place).replace("/", "__")
 
     @cached_property
     def _chat_tokenizer(self) -> Any:
@@ -176,7 +183,7 @@ class HarnessMethods:
         transformers = import_optional("transformers", "--apply-chat-template", "hf")
         if not self.serving.tokenizer.chat_templates:
             raise ConfigError(
-                f"{self.loaded.saved.place} has no chat template: give --tokenizer a directory "
+                f"{self.place} has no chat template: give --tokenizer a directory "
                 f"that has one, or leave out --apply-chat-template."
             )
         with tempfile.TemporaryDirectory() as directory:
@@ -208,9 +215,9 @@ def harness_model(loaded: LoadedModel, tokenizer: TextTokenizer, max_length: int
 
     Raises `ConfigError` where lm-eval is not installed.
     """
-    api = import_optional("lm_eval.api.model", PURPOSE, "eval")
+    template: Any = import_optional("lm_eval.api.model", PURPOSE, "eval").TemplateLM
 
-    class Model(HarnessMethods, api.TemplateLM):
+    class Model(HarnessMethods, template):
         """A trained model of jaxpipe."""
 
     return Model(loaded, tokenizer, max_length)

@@ -51,15 +51,15 @@ class SavedModel:
 
         Raises `ConfigError` where there is no model, or it cannot be read.
         """
-        path = open_path(path)
-        if not path.exists():
+        place = open_path(path)
+        if not place.exists():
             raise ConfigError(
-                f"{path} does not exist: give a run's directory, one of its checkpoints, or a "
+                f"{place} does not exist: give a run's directory, one of its checkpoints, or a "
                 f"model's directory from Hugging Face."
             )
-        if (path / "config.json").exists():
-            return cls._published(local_copy(path))
-        return cls._trained(path)
+        if (place / "config.json").exists():
+            return cls._published(local_copy(place))
+        return cls._trained(place)
 
     @classmethod
     def _published(cls, path: Path) -> Self:

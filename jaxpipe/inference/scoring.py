@@ -68,7 +68,7 @@ class Scorer:
             flat["targets"][row, :length] = tokens[1:]
             flat[REAL][row, :length] = 1
         scores = self._scores(self.loaded.params, batch, self.loaded.variables)
-        logprobs, greedy = (array.reshape(-1, shape[-1]) for array in scores[:2])
+        logprobs, greedy = (np.asarray(array).reshape(-1, shape[-1]) for array in scores[:2])
         return [
             SequenceScores(logprobs[row, :length].astype(np.float32), greedy[row, :length] > 0)
             for row, length in enumerate(lengths)

@@ -72,7 +72,9 @@ def write_scores(path: Path, scores: Sequence[Any]) -> None:
         return write_out(
             path, lambda file: file.write("".join(f"{line}\n" for line in lines).encode())
         )
-    arrays = {name: np.stack([getattr(one, name) for one in scores]) for name in scores[0]._fields}
+    arrays: dict[str, Any] = {
+        name: np.stack([getattr(one, name) for one in scores]) for name in scores[0]._fields
+    }
     return write_out(path, lambda file: np.savez(file, **arrays))
 
 

@@ -96,5 +96,5 @@ class UncachedDecoding:
             )
             for begin in range(0, len(tokens_NS), size)
         ]
-        made = self.model.draw(np.concatenate(parts), self.key, np.int32(place))
-        return tuple(map(np.asarray, made))
+        tokens, logprobs = self.model.draw(np.concatenate(parts), self.key, np.int32(place))
+        return np.asarray(tokens), np.asarray(logprobs)

@@ -107,7 +107,7 @@ def check_independent(name: str, inner: optax.GradientTransformation, params: Tr
         inputs, outputs = _owners(arguments, known), _owners(result, known)
         for owner in dict.fromkeys(outputs):
             used = used_inputs(jaxpr, [other == owner for other in outputs])
-            read = {other for other, reads in zip(inputs, used) if reads} - {owner, None}
+            read = {other for other, reads in zip(inputs, used) if reads and other} - {owner}
             if read:
                 what = "/".join(owner) if owner else "a state that belongs to no parameter"
                 raise ConfigError(

@@ -34,7 +34,7 @@ def _muon(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformati
     """
 
     def dims(how: ParamSharding) -> optax.contrib.MuonDimensionNumbers:
-        return optax.contrib.MuonDimensionNumbers(*(how.lead + dim for dim in how.param.matrix))
+        return optax.contrib.MuonDimensionNumbers(*_matrix_dims(how))
 
     def orthogonal(tree: Tree) -> optax.GradientTransformation:
         return optax.contrib.scale_by_muon(
@@ -57,20 +57,25 @@ def _muon(config: OptimizerConfig, stored: Stores) -> optax.GradientTransformati
 
         Otherwise XLA may start all parameters at once, and the temporary arrays of all are live.
         """
-        (leaves, tree), after = jax.tree.flatten(updates), []
-        hows = tree.flatten_up_to(stored(updates))
-        for at, (leaf, moment, how) in enumerate(zip(leaves, tree.flatten_up_to(state.mu), hows)):
+        after: list[jax.Array] = []
+
+        def next_parameter(leaf: jax.Array, moment: jax.Array, how: ParamSharding) -> int:
+            at = len(after)
             if at >= _AT_ONCE:  # both results must be read, or XLA drops one from the barrier
                 before = at - _AT_ONCE
                 leaf, after[before] = lax.optimization_barrier((leaf, after[before]))
             after.append(layer_by_layer(how, leaf, moment, state))
+            return at
+
+        numbers = jax.tree.map(next_parameter, updates, state.mu, stored(updates))
         # The moments use no barrier: `apply` also computes them alone, and XLA then removes the
         # orthogonalisation.
-        return tree.unflatten(after), orthogonal(stored(updates)).update(updates, state)[1]
+        moved = jax.tree.map(after.__getitem__, numbers)
+        return moved, orthogonal(stored(updates)).update(updates, state)[1]
 
     def scale(update: jax.Array, how: ParamSharding) -> jax.Array:
         shape = how.unpadded_shape(update.shape)
-        return update * (0.2 * max(shape[how.lead + dim] for dim in how.param.matrix) ** 0.5)
+        return update * (0.2 * max(shape[dim] for dim in _matrix_dims(how)) ** 0.5)
 
     sized = optax.stateless(lambda updates, _: jax.tree.map(scale, updates, stored(updates)))
     direction = optax.GradientTransformation(optax.contrib.scale_by_muon().init, in_turn)
@@ -88,6 +93,13 @@ def muon_rate(config: OptimizerConfig, stored: Stores) -> optax.GradientTransfor
         )  # fmt: skip
 
     return optax.stateless(scale)
+
+
+def _matrix_dims(how: ParamSharding) -> tuple[int, int]:
+    """Input and output dim of a parameter that holds matrices."""
+    assert how.param.matrix is not None  # the parameter is of the group "matrix"
+    one, other = how.param.matrix
+    return how.lead + one, how.lead + other
 
 
 def _muon_or_adam(group: str) -> str:

@@ -186,12 +186,15 @@ def _write_bytes() -> dict[str, bytes]:
     hidden = [byte for byte in range(256) if byte not in shown]
     letters = {byte: chr(byte) for byte in shown}
     letters |= {byte: chr(256 + number) for number, byte in enumerate(hidden)}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    level |= {"use_regex": False}
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "merges": []}
-    model |= {"continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False}
-    model |= {"byte_fallback": False, "vocab": {letters[byte]: byte for byte in range(256)}}
-    tokenizer = {
+    level = {
+        "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False,
+    }  # fmt: skip
+    model: dict[str, Any] = {
+        "type": "BPE", "dropout": None, "unk_token": None, "merges": [],
+        "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False,
+        "byte_fallback": False, "vocab": {letters[byte]: byte for byte in range(256)},
+    }  # fmt: skip
+    tokenizer: dict[str, Any] = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
         "normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level,
         "model": model,

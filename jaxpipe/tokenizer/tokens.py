@@ -59,14 +59,14 @@ def read_tokens(files: TokenizerFiles) -> TokenizerTokens:
         stated = _read_legacy(files, _plain(config, more)) | own
     elif is_rebuilt(files):
         _check_kept(own, stated, files)
-    named = {name: token for name, token in (defaults | named).items() if token}
-    order = sorted(named, key=lambda name: _ROLES.index(name) if name in _ROLES else len(_ROLES))
+    given = {name: token for name, token in {**defaults, **named}.items() if token}
+    order = sorted(given, key=lambda name: _ROLES.index(name) if name in _ROLES else len(_ROLES))
     known = {token["content"] for token in own.values()}
     added = [stated[number] for number in sorted(stated)]
     known |= {token["content"] for token in added}
     # A token that stands twice has the flags of the last one.
-    added += [t for t in (*(named[name] for name in order), *extra) if t["content"] not in known]
-    texts = {name: token["content"] for name, token in named.items()}
+    added += [t for t in (*(given[name] for name in order), *extra) if t["content"] not in known]
+    texts = {name: token["content"] for name, token in given.items()}
     added = [
         token | {"special": token["special"] or token["content"] in texts.values()}
         for token in added
@@ -173,7 +173,7 @@ def _plain(config: Mapping[str, Any], named: Mapping[str, Any]) -> set[str]:
 
     transformers compares them before it reads the objects of tokenizer_config.json.
     """
-    roles = config | {role: token and token["content"] for role, token in named.items()}
+    roles = {**config, **{role: token and token["content"] for role, token in named.items()}}
     extra = next((config[key] for key in _EXTRA if config.get(key)), ())
     texts = (*map(roles.get, _ROLES), *extra)
     return {text for text in texts if isinstance(text, str)}
