@@ -150,6 +150,9 @@ class Model(Protocol):
     def functions(self) -> "StageFunctions":
         """The model as pipeline stages see it."""
 
+    def with_options(self, **options: Mapping[str, Any]) -> Self:
+        """The model with other fields of the records that `ModelFamily.build` takes."""
+
     def init_embed_head(self, key: "jax.Array") -> Tree:
         """Initial float32 values of the parameters that belong to no layer (`embed_head`)."""
 

@@ -115,8 +115,8 @@ class BatchSharder:
             )
         if position is not None and self.numbered:
             numbers = position + np.arange(microbatches)[:, None] * size + first + np.arange(own)
-            numbers = (numbers % 2**31).astype(np.int32)[..., None]
-            batch[SAMPLES] = np.broadcast_to(numbers, (microbatches, own, length))
+            of_tokens = (numbers % 2**31).astype(np.int32)[..., None]
+            batch[SAMPLES] = np.broadcast_to(of_tokens, (microbatches, own, length))
         return {name: self._placed(leaf, own, first) for name, leaf in self.shard(batch).items()}
 
     def check_placed(self, batch: Mapping[str, Any], *, trains: bool) -> None:
@@ -173,7 +173,8 @@ class BatchSharder:
         whole = of_example * self.config.batch_shape["batch_size"]
         begin = of_example * first
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # of a device of this process
             rows = index[1].indices(whole)
             return leaf[index[0], rows[0] - begin : rows[1] - begin, *index[2:]]
 

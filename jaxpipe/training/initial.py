@@ -19,7 +19,8 @@ Tree = Any
 def full_parameters(model: Model, layout: StageLayout, seed: int) -> Tree:
     """The full stage-stacked parameters on one device, without padding."""
     key = jax.random.key(seed)
-    layers = [model.init_layer(key, i, kind) for i, kind in enumerate(layout.kinds)]
+    kinds = model.functions.layer_kinds(layout.layers)
+    layers = [model.init_layer(key, i, kind) for i, kind in enumerate(kinds)]
     return {"embed_head": model.init_embed_head(key), "layers": layout.stack(layers)}
 
 

@@ -55,7 +55,8 @@ def update_in_turn(
       update: takes gradients, moments, parameters and `updates`, a bool array, and returns new
         parameters and moments (`optimizer.apply`). It must treat every parameter by itself.
     """
-    changed, done = [], []
+    changed: list[Tree] = []
+    done: list[Tree] = []
     for group in _groups(params):
         held = _of_group(group, moments)
         if done:

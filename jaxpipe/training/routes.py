@@ -2,6 +2,7 @@
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ def record(trainer: Trainer, data: DataSplit, state: State, samples: int, path: 
         write(path, scores.record_routes(state.params, next(batches), state.variables))
 
 
-def write(path: Path, batch: dict[str, np.ndarray]) -> None:
+def write(path: Path, batch: dict[str, Any]) -> None:
     """Write a batch as an `.npz` file; `ConfigError` where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

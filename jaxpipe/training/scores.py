@@ -95,10 +95,9 @@ class BatchScores:
     @cached_property
     def _scoring(self) -> Any:
         model = self.trainer.model.with_options(loss={"objective": None})
-        outputs, keys = (
-            partial(model.token_scores, options=self._options),
-            model.functions.batch_keys,
-        )
+        outputs = partial(model.token_scores, options=self._options)
+        keys = model.functions.batch_keys
+        assert keys is not None  # a decoder names what it reads
         functions = replace(model.functions, outputs=outputs, batch_keys=(*keys, CHOICES))
         return outputs_program(self.trainer, replace(self.trainer.pipeline, functions=functions))
 

@@ -66,7 +66,7 @@ class SpikeWindow(NamedTuple):
     def restored(self, saved: Mapping[str, Any]) -> "SpikeWindow":
         """This fresh window with the numbers that `saved` returned, perhaps of another size."""
         recent = np.array(self.recent)
-        newest = np.float32([saved["losses"], saved["norms"]])[:, -recent.shape[1] :]
+        newest = np.array([saved["losses"], saved["norms"]], np.float32)[:, -recent.shape[1] :]
         recent[:, recent.shape[1] - newest.shape[1] :] = newest
         return SpikeWindow(jnp.asarray(recent), jnp.int32(saved["in_row"]))
 

@@ -65,6 +65,7 @@ def build_stage_module(
             "(model.tie_embeddings), or train with train.py, which sums their gradients."
         )
     model = FAMILIES[config.family].build(config)
+    assert isinstance(model, CausalDecoder)
     if config.routed_experts or config.tokens_ahead or model.dropout:
         raise ValueError(
             "layers with experts or predictions return losses and counts, and dropout reads the "

@@ -233,6 +233,7 @@ class Trainer:
 
     def after(self, state: State, outputs: StepOutput) -> tuple[State, dict[str, jax.Array]]:
         """The state after a step with these outputs of the pipeline, and the step's metrics."""
+        assert outputs.counts is not None  # as the head counts terms
         has_targets = (outputs.counts > 0).any()
         loss = self.first_loss(outputs.losses)
         state, metrics = self.update(state, loss, outputs.gradients, outputs.aux, has_targets)
@@ -262,7 +263,7 @@ class Trainer:
         guard, updates = state.guard.after(loss, norm, train, has_targets)
         step = state.step + ~guard.stops(train)
         metrics |= guard.metrics()
-        if guard.loss_scale is not None:  # that of this step
+        if state.guard.loss_scale is not None:  # that of this step
             metrics["loss_scale"] = state.guard.loss_scale
         if self.config.debug.skip_update:
             return state._replace(step=step, guard=guard), metrics
@@ -306,6 +307,7 @@ class Trainer:
             self.check_state(state)
             self.sharder.check_placed(batch, trains=False)
             outputs = evaluated.pipeline.forward(self.averaged(state), batch, state.variables)
+            assert outputs.counts is not None
             return self.first_loss(outputs.losses), outputs.counts
 
         program = jax.jit(

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpipe.checkpoint.hf.adapters import merging
 from jaxpipe.checkpoint.hf.naming import VARIABLES, list_parameters
 from jaxpipe.checkpoint.hf.parameters import convert_tensors
+from jaxpipe.checkpoint.hf.placing import Read
 from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, ParamSharding
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
@@ -39,7 +40,8 @@ def stream_weights(trainer: Trainer, state: State) -> Iterator[tuple[str, np.nda
             return [np.asarray(state.variables[name]) for _, name in paths]
         return [np.asarray(_broadcast(trainer, params, shardings, path)) for path in paths]
 
-    lora, every = trainer.config.lora, read
+    lora = trainer.config.lora
+    every: Read = read
     if lora.rank:
         every = merging(read, partial(_has, trainer, params), lora.alpha / lora.rank)
     yield from convert_tensors(every, list_parameters(trainer.config.model))

@@ -109,11 +109,13 @@ def run_updates(
     of_gradients = select(is_trained(sharding.param_shardings(params)), specs)
     of_steps = partial(StepsProgram, steps=pipeline.schedule.updates)
     program = pipeline.device_program(tables, params, of_steps)
+    assert isinstance(program, StepsProgram)
+    out_specs: list[Any] = [specs, of_moments, all_have, of_gradients, *(all_have,) * 6]
     return jax.shard_map(
         UpdatingProgram(program, update, accepts),
         mesh=pipeline.mesh,
         in_specs=(specs, of_moments, all_have, batch_spec(), all_have, PartitionSpec(None, PP)),
-        out_specs=UpdateOutputs(specs, of_moments, all_have, of_gradients, *(all_have,) * 6),
+        out_specs=UpdateOutputs(*out_specs),
         check_vma=False,
     )(params, moments, variables, batch, jnp.int32(steps), tables.columns)
 
@@ -152,9 +154,9 @@ class UpdatingProgram:
         columns = jax.tree.map(lambda column: column[:, 0], columns)
 
         def tick(loop: tuple) -> tuple:
-            number, *states = loop
+            number, carry, step, state = loop
             row = jax.tree.map(lambda column: column[number], columns)
-            return number + 1, *ticks.tick(*states, row)
+            return number + 1, *ticks.tick(carry, step, state, row)
 
         state = ValidState(
             params, moments, variables, jnp.int32(0),
@@ -166,9 +168,9 @@ class UpdatingProgram:
             _scatter_from_owner,
             (state.params, state.moments, step.gradients), ticks.owned,
         )  # fmt: skip
-        losses = lax.psum((carry.losses, carry.aux_losses), EVERY)
+        losses, aux_losses = lax.psum((carry.losses, carry.aux_losses), EVERY)
         return UpdateOutputs(
-            params, moments, state.variables, gradients, state.updates, *losses,
+            params, moments, state.variables, gradients, state.updates, losses, aux_losses,
             data.counts, state.squares, reduce_aux(step.aux, (PP,)),
         )  # fmt: skip
 

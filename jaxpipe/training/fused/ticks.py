@@ -20,6 +20,7 @@ from jaxpipe.core.executor.tick import DeviceWork
 from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, ParamSharding
 from jaxpipe.core.mesh.flags import choose, merge, select
 from jaxpipe.core.schedule import TableRow
+from jaxpipe.core.schedule.row import StepColumns
 
 Update = Callable[[Tree, Tree, Tree, jax.Array], tuple[Tree, Tree]]
 Accepts = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -31,7 +32,7 @@ class StepsEmbedHead(EmbedHead):
 
     def sums_before_embed_gradient(self, carry: Carry, row: TableRow) -> Tree:
         """Return the gradient sums, zero for the embedding before its first gradient of a step."""
-        totals, is_first = carry.embed_head_gradients, row.steps.first_embed_gradient > 0
+        totals, is_first = carry.embed_head_gradients, _steps(row).first_embed_gradient > 0
         used = select(self.embed.used, totals)
         used = jax.tree.map(lambda leaf: jnp.where(is_first, 0, leaf), used)
         return merge(self.embed.used, used, totals)
@@ -132,7 +133,8 @@ class UpdatingTicks:
         embed, embed_head = self.work.embed_head.embed, carry.embed_head_gradients
         sums = _unused(embed.used, embed_head), carry.layer_gradients
         nothing = partial(jax.tree.map, jnp.zeros_like, sums)
-        others, layers = lax.cond(restarts := row.steps.step_restart > 0, nothing, lambda: sums)
+        steps = _steps(row)
+        others, layers = lax.cond(restarts := steps.step_restart > 0, nothing, lambda: sums)
         embed_head = merge(embed.used, embed_head, others)
         aux, statistics = choose(restarts, self.empty, (carry.aux, carry.statistics))
         carry = carry._replace(
@@ -142,10 +144,10 @@ class UpdatingTicks:
         carry = work.tick(data, carry, row)
         with jax.named_scope("update"):
             complete = partial(self._completed, carry, step, state)
-            step = lax.cond(row.steps.step_complete > 0, complete, lambda: step)
+            step = lax.cond(steps.step_complete > 0, complete, lambda: step)
         with jax.named_scope("validate"):
             validate = partial(self._validated, carry, step, state)
-            state = lax.cond(row.steps.validate > 0, validate, lambda: state)
+            state = lax.cond(steps.validate > 0, validate, lambda: state)
         return carry, step, state
 
     def _work(self, step: RankStep) -> tuple[DeviceWork, StepData]:
@@ -206,7 +208,7 @@ class UpdatingTicks:
     def _square(self, gradients: Tree) -> jax.Array:
         """Return the squared norm of gradients; replicated shards count on one device only."""
 
-        def of(stored: ParamSharding, gradient: Any, owns: jax.Array = True) -> Any:
+        def of(stored: ParamSharding, gradient: Any, owns: jax.Array | bool = True) -> Any:
             if gradient is None:
                 return None
             alike = [axis for axis in (*REPLICA_AXES, TP) if stored.dim_of(axis) is None]
@@ -218,7 +220,8 @@ class UpdatingTicks:
             jax.tree.map(of, self.stored["embed_head"], gradients["embed_head"], self.owned),
             jax.tree.map(of, self.stored["layers"], gradients["layers"]),
         )
-        return sum(jax.tree.leaves(squares))
+        total: Any = sum(jax.tree.leaves(squares))
+        return total
 
     @property
     def owned(self) -> Tree:
@@ -229,6 +232,12 @@ class UpdatingTicks:
         tables, head = self.data.tables, self.work.embed_head.head
         (first,), (last,) = tables.first_ranks, tables.last_ranks
         return jax.tree.map(lambda used: lax.axis_index(PP) == (last if used else first), head.used)
+
+
+def _steps(row: TableRow) -> StepColumns:
+    """Return the columns of a row that a schedule with updates has."""
+    assert row.steps is not None
+    return row.steps
 
 
 def _unused(used: Tree, sums: Tree) -> Tree:
