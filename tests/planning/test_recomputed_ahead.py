@@ -28,7 +28,8 @@ def seconds(plan):
 
 def test_it_gains_what_ranks_would_wait():
     full, ahead = (plan_of("llama3_70b_32gpu_tp4_pp4", remat) for remat in ("full", "ahead"))
-    assert not full.schedule.recomputes and ahead.schedule.recomputes
+    assert not full.schedule.recomputes
+    assert ahead.schedule.recomputes
     assert seconds(ahead) < 0.93 * seconds(full)
     one_more = ahead.memory.activations - full.memory.activations
     assert 0 < one_more < plan_of("llama3_70b_32gpu_tp4_pp4", "selective").memory.activations / 2

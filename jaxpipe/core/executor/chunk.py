@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxpipe.core.contract import Aux, Context, Tree
 from jaxpipe.core.contract.layer import Pair
+from jaxpipe.core.executor import buffers
 from jaxpipe.core.executor.layer_run import LayerRun
 from jaxpipe.core.executor.ring_buffers import GradientInputs, RingArrays
 from jaxpipe.core.executor.step_data import Mean
@@ -53,6 +54,7 @@ class ForwardOutputs(NamedTuple):
       aux: sums, maxima and per-example values so far.
       loss: share of the auxiliary losses of the layers in their means; None: they have none.
       next_params: between runs, the parameters of the next layer if gathered ahead.
+      params: of `Chunk.first_forward`, the gathered parameters of every run so far.
     """
 
     y: jax.Array
@@ -60,6 +62,7 @@ class ForwardOutputs(NamedTuple):
     aux: Aux
     loss: jax.Array | None
     next_params: Tree = None
+    params: tuple[Tree, ...] = ()
 
 
 class BackwardOutputs(NamedTuple):
@@ -106,12 +109,19 @@ class Chunk:
         """Run F of the chunk on `before.y`, which is x."""
         return run_in_order(self.forward_runs(inputs), before)
 
+    def first_forward(self, inputs: ActionInputs, before: ForwardOutputs) -> ForwardOutputs:
+        """Run F on layers whose parameters are still shards; return them gathered, too."""
+        return run_in_order(self.forward_runs(inputs, collects=True), before)
+
     def forward_runs(
-        self, inputs: ActionInputs
+        self, inputs: ActionInputs, *, collects: bool = False
     ) -> list[Callable[[ForwardOutputs], ForwardOutputs]]:
-        """Return F of every run as a function of the outputs of the run before it."""
+        """Return F of every run as a function of the outputs of the run before it.
+
+        `collects`: whether the outputs have the parameters that F gathers.
+        """
         around = zip((None, *self.runs), self.runs, (*self.runs[1:], None))
-        return [partial(_run_forward, inputs, *runs) for runs in around]
+        return [partial(_run_forward, inputs, *runs, collects) for runs in around]
 
     def recompute(
         self, inputs: ActionInputs, slot: jax.Array, rings: tuple[RingArrays, ...]
@@ -119,12 +129,12 @@ class Chunk:
         """Run R on what F stored in a slot; return the ring buffers with the residuals."""
 
         def recompute(layer: LayerRun, params: Tree, ring: RingArrays) -> tuple[RingArrays]:
-            kind, buffers = layer.kind, layer.kind.rings
+            kind, its_rings = layer.kind, layer.kind.rings
             # R reads and writes the same ring buffers: see `_layer_gradient`.
-            stored = buffers.read_for_r(ring, slot, layer.first)
+            stored = its_rings.read_for_r(ring, slot, layer.first)
             stored, ring = lax.optimization_barrier((stored, ring))
             residuals = kind.split.recompute(params, inputs.context(layer, None), stored)
-            return (buffers.write_residuals(ring, residuals, inputs.row, layer.first),)
+            return (its_rings.write_residuals(ring, residuals, inputs.row, layer.first),)
 
         new, gathered = list(rings), None
         for run, later in zip(self.runs, (*self.runs[1:], None)):
@@ -242,34 +252,42 @@ def _run_forward(
     earlier: LayerRun | None,
     run: LayerRun,
     later: LayerRun | None,
+    collects: bool,
     before: ForwardOutputs,
 ) -> ForwardOutputs:
     """Run F of a run of layers; `earlier` and `later` are its neighbours in the chunk, if any."""
 
     def forward(
-        layer: LayerRun, params: Tree, x: jax.Array, ring: RingArrays, aux: Aux, loss: Any
-    ) -> tuple[jax.Array, RingArrays, Aux, Any]:
+        layer: LayerRun, params: Tree, x: jax.Array, ring: RingArrays, aux: Aux, loss: Any,
+        collected: Tree,
+    ) -> tuple[jax.Array, RingArrays, Aux, Any, Tree]:  # fmt: skip
         kind, rings = layer.kind, layer.kind.rings
         context = inputs.context(layer, rings.state_before(ring, inputs.row, layer.first))
         output, residuals = kind.forward(params, x, context)
         for name, total in output.aux.loss_sums.items():
             loss += (total * inputs.means[kind.name][name].share).astype(loss.dtype)
         ring = rings.write_forward(ring, residuals, output.state, inputs.row, layer.first)
-        return output.y, ring, add_aux(aux, output.aux, inputs.row.forward_mb), loss
+        if collects:
+            collected = params if layer.row is None else buffers.write(collected, params, layer.row)
+        aux = add_aux(aux, output.aux, inputs.row.forward_mb)
+        return output.y, ring, aux, loss, collected
 
     x, aux, loss, gathered = before.y, before.aux, before.loss, before.next_params
     rings, after = list(before.rings), later and later.end(backward=False)
     # The gather of a layer must end with the layer before it: otherwise XLA delays some into the
     # layer itself. BW has enough matmuls to hide them, and would wait for tp collectives.
+    collected = run.empty_params() if collects else None
     passed, gathered = run.over_layers(
-        forward, (x, rings[run.ring], aux, loss), gathered, after, prefetch=True, in_time=True
-    )
-    x, rings[run.ring], aux, loss = passed
+        forward, (x, rings[run.ring], aux, loss, collected), gathered, after,
+        prefetch=True, in_time=True,
+    )  # fmt: skip
+    x, rings[run.ring], aux, loss, collected = passed
     if earlier is not None and earlier.on_host:
         # The device-to-host copy of the earlier layer's residuals overlaps with this run and must
         # end with it.
         x, rings[earlier.ring] = lax.optimization_barrier((x, rings[earlier.ring]))
-    return ForwardOutputs(x, tuple(rings), aux, loss, gathered)
+    params = (*before.params, collected) if collects else ()
+    return ForwardOutputs(x, tuple(rings), aux, loss, gathered, params)
 
 
 def _layer_gradient(

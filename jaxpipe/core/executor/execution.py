@@ -38,7 +38,9 @@ class Execution:
       layers_per_iteration: layers in one iteration of such a loop; more hide more collectives
         behind each other's compute, and take as much longer to compile.
       overlap_sums: run the last tick with a gradient after the scan, so that the all-reduce of a
-        layer's gradient overlaps with the backward of the layers before it (`ticks.py`).
+        layer's gradient overlaps with the backward of the layers before it, and the first tick
+        before the scan, so that the all-gather of a layer's parameters overlaps with F of the
+        layers before it (`ticks.py`).
       poison_bubbles: fill idle messages and free slots with NaN, to show that no result depends on
         them.
       printer: prints messages between pipeline ranks.

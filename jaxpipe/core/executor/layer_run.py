@@ -81,6 +81,12 @@ class LayerRun:
         """Return the layer that an action runs first: the last one in `backward` order."""
         return self.at(self.layers - 1 if backward else 0)
 
+    def empty_params(self) -> Tree:
+        """Return zeros of the shapes of the run's gathered parameters."""
+        one = jax.eval_shape(lambda: self.end(backward=False).gather_params())
+        lead = () if self.layers == 1 else (self.layers,)
+        return jax.tree.map(lambda like: jnp.zeros((*lead, *like.shape), like.dtype), one)
+
     def gather_params(self) -> Tree:
         """Return the parameters of this one layer, all-gathered where `shardings` is set."""
         if self.shardings is None:

@@ -81,13 +81,20 @@ class DeviceParameters:
         With `mirrored` (DualPipe), rank r also computes the stages of rank P-1-r, which sends it a
         copy of its parameters once per step.
         """
-        table = np.array(
-            [[-1 if i is None else i for i in row] for row in layout.layer_table], np.int32
-        )
-        chunks = self._chunks(self.layers, table, layout, kinds)
+        table = _layer_table(layout)
+        reshard = self.execution.reshard_after_forward
+        chunks = self._chunks(self.layers, table, layout, kinds, reshard=reshard)
         if mirrored:
-            chunks += self._chunks(_mirror(self.layers), table[::-1], layout, kinds)
+            chunks += self._chunks(
+                _mirror(self.layers), table[::-1], layout, kinds, reshard=reshard
+            )
         return chunks
+
+    def first_chunk(self, layout: StageLayout, kinds: Sequence[BufferedKind]) -> Chunk:
+        """Return the first chunk of this pipeline rank, whose F gathers its layers one by one."""
+        cast = partial(_cast_float, dtype=self.execution.compute_dtype)
+        shards = jax.tree.map(cast, self.masters["layers"])
+        return self._chunks(shards, _layer_table(layout), layout, kinds, reshard=True)[0]
 
     def _chunks(
         self,
@@ -95,9 +102,14 @@ class DeviceParameters:
         table: np.ndarray,
         layout: StageLayout,
         kinds: Sequence[BufferedKind],
+        *,
+        reshard: bool,
     ) -> tuple[Chunk, ...]:
-        """Return the chunks of some layers; `table[r, slot]` is the layer index, -1 if empty."""
-        here, reshard = jnp.asarray(table)[lax.axis_index(PP)], self.execution.reshard_after_forward
+        """Return the chunks of some layers, for `table` of `_layer_table`.
+
+        `reshard`: the layers are shards, which every action gathers.
+        """
+        here = jnp.asarray(table)[lax.axis_index(PP)]
 
         def layer_run(number: int, slots: range) -> LayerRun:
             of_run, sharding = slice(slots.start, slots.stop), self.shardings["layers"][number]
@@ -204,6 +216,12 @@ class DeviceParameters:
         replicas = axes.intersection(REPLICA_AXES)
         gradient = sharding.reduce_scatter(gradient, axes - replicas)
         return sharding.reduce_over_replicas(gradient, replicas, dtype, scatter=zero_stage != 1)
+
+
+def _layer_table(layout: StageLayout) -> np.ndarray:
+    """Return the layer in each slot of every pipeline rank, `[P, slots]`; -1 if it is empty."""
+    table = [[-1 if i is None else i for i in row] for row in layout.layer_table]
+    return np.array(table, np.int32)
 
 
 def _cast_float(leaf: jax.Array, dtype: Any) -> jax.Array:

@@ -14,12 +14,13 @@ from jaxpipe.core.executor.carry import Carry
 from jaxpipe.core.executor.embed_head import EmbedHead
 from jaxpipe.core.executor.execution import Execution
 from jaxpipe.core.executor.fingerprint import fingerprint
+from jaxpipe.core.executor.first_carry import first_carry
 from jaxpipe.core.executor.parameters import DeviceParameters
 from jaxpipe.core.executor.reference import StepOutput, divisor, total_count
 from jaxpipe.core.executor.stage import EmbedHeadFunction
 from jaxpipe.core.executor.step_data import Mean, StepData
 from jaxpipe.core.executor.tick import DeviceWork
-from jaxpipe.core.executor.ticks import closing_tick, run_ticks
+from jaxpipe.core.executor.ticks import closing_tick, has_opening_tick, run_ticks
 from jaxpipe.core.executor.traced_kind import BufferedKind, TracedKind
 from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, StageLayout
 from jaxpipe.core.mesh.flags import is_trained
@@ -55,7 +56,10 @@ class DeviceProgram:
         work, step, carry = self.start(params, batch, *unsharded)
         closing = closing_tick(self.tables, self.execution)
         columns = jax.tree.map(lambda column: column[:, 0], columns)
-        carry = run_ticks(work, step, carry, columns, closing)
+        first = None
+        if has_opening_tick(self.tables, self.execution):
+            first = params.first_chunk(self.layout, work.kinds)
+        carry = run_ticks(work, step, carry, columns, closing, first)
         every = (PP, *REPLICA_AXES)
         losses, aux_losses = lax.psum((carry.losses, carry.aux_losses), every)
         rows = {name: lax.psum(value, PP) for name, value in carry.aux.per_example.items()}
@@ -85,7 +89,7 @@ class DeviceProgram:
         chunks = params.chunks(self.layout, kinds, mirrored=self.layout.mirrored)
         gradients = params.gradient_shapes(chunks) if self.tables.has_gradients else None
         work = DeviceWork(self.embed_head(step, x, rows), chunks, kinds)
-        return work, step, work.first_carry(step, x, rows, gradients)
+        return work, step, first_carry(work, step, x, rows, gradients)
 
     def _kinds(
         self, params: DeviceParameters, x: Any, rows: Tree, variables: Tree

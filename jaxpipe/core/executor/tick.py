@@ -8,6 +8,7 @@ outside a cond; those without use go to a dummy slot.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from jaxpipe.core.executor.paired import run_paired
 from jaxpipe.core.executor.poison import poison_read_slots
 from jaxpipe.core.executor.ring_buffers import GradientInputs, RingArrays, RingBuffers
 from jaxpipe.core.executor.step_data import StepData
-from jaxpipe.core.executor.traced_kind import BufferedKind, empty_aux, empty_statistics
+from jaxpipe.core.executor.traced_kind import BufferedKind
 from jaxpipe.core.executor.transfers import Transfers
 from jaxpipe.core.schedule import Op, OverlapPair, TableRow
 
@@ -59,64 +60,11 @@ class DeviceWork:
         )
         return replace(self, chunks=tuple(chunks))
 
-    def first_carry(
-        self, step: StepData, x: jax.ShapeDtypeStruct, rows: Tree, gradients: Tree
-    ) -> Carry:
-        """Return the carry of the first tick, with empty buffers and zero gradients.
-
-        Args:
-          step: what stays constant during the step.
-          x: shape and dtype of the activation between stages.
-          rows: shapes and dtypes of the batch rows of a microbatch.
-          gradients: shapes and dtypes of the gradient accumulators.
-        """
-        slots = step.tables.slots
-        message = jnp.full(x.shape, jnp.nan if step.poison else 0, x.dtype)
-        microbatches = jax.tree.leaves(step.batch)[0].shape[0]
-        loss, outputs = self.embed_head.result_shapes(step, x, rows)
-        carry = Carry(
-            y=message,
-            dx=None,
-            arriving=_transfers(step).arriving(message),
-            inbox=_ring(step, slots.inbox + 1, x),
-            rings=tuple(
-                rings.empty(group, poison=step.poison) for group, rings in enumerate(self._rings)
-            ),
-            head_ring=(),
-            embed_ring=(),
-            layer_gradients=(),
-            embed_head_gradients=None,
-            read_gradients=None,
-            losses=jnp.zeros((microbatches, *loss.shape), loss.dtype),
-            aux_losses=jnp.zeros(microbatches, loss.dtype) if self._layers_make_losses else None,
-            aux=empty_aux(self.kinds, microbatches),
-            statistics={},
-            outputs=jax.tree.map(
-                lambda like: jnp.zeros((microbatches, *like.shape), like.dtype), outputs
-            ),
-        )
-        if not step.tables.has_gradients:
-            return carry
-        zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), gradients)
-        if slots.head:
-            head = self.embed_head.split
-            for_head = _ring(step, slots.head, (head.residuals.for_w, head.stash))
-            carry = carry._replace(head_ring=for_head)
-        if slots.embed:
-            carry = carry._replace(embed_ring=_ring(step, slots.embed + 1, x))
-        return carry._replace(
-            dx=message,
-            statistics=empty_statistics(self.kinds, step.variables),
-            layer_gradients=zeros["layers"],
-            embed_head_gradients=zeros["embed_head"],
-            read_gradients=zeros["read"],
-        )
-
     def tick(self, step: StepData, carry: Carry, row: TableRow) -> Carry:
         """Run one tick as a row of the tables says, and return the carry of the next."""
         tables = step.tables
         with jax.named_scope("exchange"):
-            arriving, inbox, row = _transfers(step).receive(
+            arriving, inbox, row = transfers_of(step).receive(
                 carry.y, carry.dx, carry.arriving, carry.inbox, row
             )
         carry = carry._replace(arriving=arriving, inbox=inbox)
@@ -145,7 +93,30 @@ class DeviceWork:
                 )
         if not vocab_parallel:
             carry = self.embed_head.run_weight_gradients(step, carry, row)
-        return poison_read_slots(carry, row, tables, self._rings) if step.poison else carry
+        return poison_read_slots(carry, row, tables, self.rings) if step.poison else carry
+
+    def first_tick(
+        self, step: StepData, carry: Carry, row: TableRow, chunk: Chunk
+    ) -> tuple["DeviceWork", Carry]:
+        """Run the opening tick (`ticks.py`) and return the work of the others and its carry.
+
+        All pipeline ranks run F of their first chunk, whose parameters are shards in `chunk`. It
+        counts where the row says so; residuals of other ranks go to slots that are empty yet.
+        """
+        if step.tables.lockstep.vocab_parallel:
+            carry = self.embed_head.run_on_all_ranks(step, carry, row)
+        inputs, before = self._forward_inputs(step, carry, row)
+        with jax.named_scope("F_chunk0"):
+            outputs = chunk.first_forward(inputs, before)
+        params = outputs.params, *self.params[1:]
+        ran, losses = self._with_aux_losses(carry, row, outputs._replace(params=()))
+        y, aux, losses = jax.tree.map(
+            partial(jnp.where, row.F == 1),
+            (ran.y, ran.aux, losses),
+            (carry.y, carry.aux, carry.aux_losses),
+        )
+        carry = self._with_forward(carry, ran._replace(y=y, aux=aux), losses)
+        return self.with_params(params), carry
 
     def _forward(
         self, step: StepData, carry: Carry, row: TableRow, runs: jax.Array, chunk: int
@@ -176,7 +147,7 @@ class DeviceWork:
         """Run B, W or BW of one chunk if `runs` is set; gradients go to the accumulators."""
 
         def read_inputs(layer: LayerRun, written: RingArrays) -> GradientInputs:
-            rings, arrays = self._rings[layer.ring], carry.rings[layer.ring]
+            rings, arrays = self.rings[layer.ring], carry.rings[layer.ring]
             return rings.read(rings.with_written(arrays, op, written), row, op, layer.first)
 
         def run() -> BackwardOutputs:
@@ -221,16 +192,12 @@ class DeviceWork:
 
     def _read(self, carry: Carry, row: TableRow, op: Op) -> list[GradientInputs]:
         """Read the inputs of a gradient action from all ring buffers; no group has two layers."""
-        return [rings.read(arrays, row, op, 0) for rings, arrays in zip(self._rings, carry.rings)]
+        return [rings.read(arrays, row, op, 0) for rings, arrays in zip(self.rings, carry.rings)]
 
     @property
-    def _rings(self) -> list[RingBuffers]:
+    def rings(self) -> list[RingBuffers]:
         """The ring buffers of every ring group."""
         return [kind.rings for kind in self.kinds]
-
-    @property
-    def _layers_make_losses(self) -> bool:
-        return any(kind.output.aux.losses for kind in self.kinds)
 
     def _forward_state(self, carry: Carry) -> tuple[ForwardOutputs, jax.Array | None]:
         """Return the state that F updates; the second value is `carry.aux_losses`."""
@@ -305,24 +272,20 @@ class DeviceWork:
 
     def _written_by(self, carry: Carry, op: Op) -> tuple[RingArrays, ...]:
         """Return the ring buffers that an op writes, of every ring group."""
-        every = zip(self._rings, carry.rings)
+        every = zip(self.rings, carry.rings)
         return tuple(rings.written_by(arrays, op) for rings, arrays in every)
 
     def _with_written(
         self, carry: Carry, op: Op, written: tuple[RingArrays, ...]
     ) -> tuple[RingArrays, ...]:
         """Return all ring buffers, with those that an op has written replaced by `written`."""
-        every = zip(self._rings, carry.rings, written)
+        every = zip(self.rings, carry.rings, written)
         return tuple(rings.with_written(arrays, op, new) for rings, arrays, new in every)
 
 
-def _transfers(step: StepData) -> Transfers:
+def transfers_of(step: StepData) -> Transfers:
+    """Return the messages between pipeline ranks in a step."""
     return Transfers(step.tables, step.poison, step.execution.printer)
-
-
-def _ring(step: StepData, slots: int, like: Tree) -> Tree:
-    """Return ring buffers of `slots` slots for a tree of shapes and dtypes."""
-    return jax.tree.map(lambda leaf: buffers.make_ring(slots, leaf, poison=step.poison), like)
 
 
 def _action_inputs(step: StepData, row: TableRow, rows: Tree) -> ActionInputs:

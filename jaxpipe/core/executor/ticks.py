@@ -1,4 +1,4 @@
-"""All ticks of a step: one scan, and optionally a closing tick that overlaps gradient reductions.
+"""All ticks of a step: one scan, and ticks before and after it that overlap collectives over dp.
 
 Gradient sums are reduced over data-parallel replicas once per step. After the scan no compute is
 left to hide the reduction, and inside the scan a tick with the reduction would be one more branch
@@ -7,6 +7,11 @@ gradient (the closing tick) runs after the scan, in no branch: pipeline ranks wi
 it, which would idle, compute one that is discarded. XLA then reduces the sums of a layer while
 the backward of earlier layers computes. Sums of chunks without a gradient in the closing tick are
 reduced from its start.
+
+All-gathers of parameters before the scan have nothing to overlap with, either. So the first tick
+(the opening tick) runs before the scan, in no branch: its F gathers each layer while it computes
+the layer before, and the scan reads what it has gathered. Pipeline ranks without an F in that tick,
+which would idle, compute one that is discarded.
 """
 
 from dataclasses import replace
@@ -18,6 +23,7 @@ from jax import lax
 
 from jaxpipe.core.contract import Tree
 from jaxpipe.core.executor.carry import Carry
+from jaxpipe.core.executor.chunk import Chunk
 from jaxpipe.core.executor.execution import Execution
 from jaxpipe.core.executor.step_data import StepData
 from jaxpipe.core.executor.tick import DeviceWork
@@ -45,16 +51,42 @@ def closing_tick(tables: Tables, execution: Execution) -> int | None:
     return last if len(alone.gradients) == 1 and not alone.pairs else None
 
 
+def has_opening_tick(tables: Tables, execution: Execution) -> bool:
+    """Return whether the first tick runs before the scan, and gathers the layers of its F.
+
+    It does not where the tick has more than F of first chunks, or where layers are on two pipeline
+    ranks (DualPipe), which send each other gathered parameters.
+    """
+    if not (execution.overlap_sums and execution.zero_stage) or len(tables.first_ranks) > 1:
+        return False
+    alone = _of_tick(tables, 0)
+    others = alone.gradients or alone.pairs or alone.columns.head.any() or alone.recomputations
+    return alone.forwards == [0] and tables.has_gradients and not others
+
+
 def run_ticks(
-    work: DeviceWork, step: StepData, carry: Carry, rows: TableRow, closing: int | None
+    work: DeviceWork,
+    step: StepData,
+    carry: Carry,
+    rows: TableRow,
+    closing: int | None,
+    first_chunk: Chunk | None = None,
 ) -> Carry:
     """Run all ticks and return the last carry; `rows` are this rank's table columns, `[T]`.
 
-    With a `closing` tick, the gradient sums of layers are returned reduced over replicas.
+    With a `closing` tick, the gradient sums of layers are returned reduced over replicas. With a
+    `first_chunk`, whose parameters are shards, the first tick is an opening tick.
     """
     if step.execution.printer is not None:
         rows = rows._replace(tick=jnp.arange(step.tables.ticks))
+    begin = 0
+    if first_chunk is not None:
+        row = jax.tree.map(lambda column: column[0], rows)
+        of_tick = replace(step, tables=_of_tick(step.tables, 0))
+        work, carry = work.first_tick(of_tick, carry, row, first_chunk)
+        begin = 1
     if closing is None:
+        rows = jax.tree.map(lambda column: column[begin:], rows)
         return lax.scan(lambda carry, row: (work.tick(step, carry, row), None), carry, rows)[0]
 
     def tick_with(carried: tuple[Carry, Tree], row: TableRow) -> tuple[tuple[Carry, Tree], None]:
@@ -64,7 +96,7 @@ def run_ticks(
         carry = work.with_params(params).tick(step, carry, row)
         return (carry, lax.optimization_barrier(params)), None
 
-    scanned = jax.tree.map(lambda column: column[:closing], rows)
+    scanned = jax.tree.map(lambda column: column[begin:closing], rows)
     (carry, params), _ = lax.scan(tick_with, (carry, work.params), scanned)
     work = work.with_params(params)
     for tick in range(closing, step.tables.ticks):

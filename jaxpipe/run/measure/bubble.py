@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.core.executor import Pipeline
-from jaxpipe.core.executor.ticks import closing_tick
+from jaxpipe.core.executor.ticks import closing_tick, has_opening_tick
 from jaxpipe.core.schedule import simulate
 from jaxpipe.core.schedule.cells import Grid
 from jaxpipe.core.schedule.lower import build_grid
@@ -111,7 +111,8 @@ def recorded(run: Callable[[], Tree], folder: Path) -> tuple[Tree, Iterator[Even
 def ticks(pipeline: Pipeline, events: Iterable[Event], replica: int = 0) -> RankTicks:
     """The ticks of a recorded step, for this process's pipeline ranks of one replica.
 
-    Only ticks within the scan are included: ticks after it (`overlap_sums`) are other operations.
+    Only ticks within the scan are included: those before and after it (`overlap_sums`) are other
+    operations.
     Raises `ProfileError` where the recording does not show the ticks.
     """
     own, how = jax.process_index(), pipeline.execution
@@ -126,8 +127,9 @@ def ticks(pipeline: Pipeline, events: Iterable[Event], replica: int = 0) -> Rank
 
 def recorded_grid(pipeline: Pipeline) -> Grid:
     """The cells of the ticks within the scan, `[T][P]`."""
-    how = pipeline.execution
-    return build_grid(pipeline.schedule, how.lockstep)[: closing_tick(pipeline.tables, how)]
+    tables, how = pipeline.tables, pipeline.execution
+    within = slice(has_opening_tick(tables, how), closing_tick(tables, how))
+    return build_grid(pipeline.schedule, how.lockstep)[within]
 
 
 def devices_by_replica(mesh: Mesh) -> np.ndarray:
