@@ -20,7 +20,7 @@ from jaxpipe.core.executor.reference import StepOutput, divisor, total_count
 from jaxpipe.core.executor.stage import EmbedHeadFunction
 from jaxpipe.core.executor.step_data import Mean, StepData
 from jaxpipe.core.executor.tick import DeviceWork
-from jaxpipe.core.executor.ticks import closing_tick, has_opening_tick, run_ticks
+from jaxpipe.core.executor.ticks import closing_tick, opening_tick, run_ticks
 from jaxpipe.core.executor.traced_kind import BufferedKind, TracedKind
 from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, StageLayout
 from jaxpipe.core.mesh.flags import is_trained
@@ -56,10 +56,10 @@ class DeviceProgram:
         work, step, carry = self.start(params, batch, *unsharded)
         closing = closing_tick(self.tables, self.execution)
         columns = jax.tree.map(lambda column: column[:, 0], columns)
-        first = None
-        if has_opening_tick(self.tables, self.execution):
-            first = params.first_chunk(self.layout, work.kinds)
-        carry = run_ticks(work, step, carry, columns, closing, first)
+        opening = None
+        if (first := opening_tick(self.tables, self.execution)) is not None:
+            opening = first, params.first_chunk(self.layout, work.kinds)
+        carry = run_ticks(work, step, carry, columns, closing, opening)
         every = (PP, *REPLICA_AXES)
         losses, aux_losses = lax.psum((carry.losses, carry.aux_losses), every)
         rows = {name: lax.psum(value, PP) for name, value in carry.aux.per_example.items()}

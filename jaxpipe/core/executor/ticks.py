@@ -9,9 +9,9 @@ the backward of earlier layers computes. Sums of chunks without a gradient in th
 reduced from its start.
 
 All-gathers of parameters before the scan have nothing to overlap with, either. So the first tick
-(the opening tick) runs before the scan, in no branch: its F gathers each layer while it computes
-the layer before, and the scan reads what it has gathered. Pipeline ranks without an F in that tick,
-which would idle, compute one that is discarded.
+with an F (the opening tick) runs before the scan, in no branch: its F gathers each layer while it
+computes the layer before, and the scan reads what it has gathered. Pipeline ranks without an F in
+that tick, which would idle, compute one that is discarded. Ticks before it are empty and left out.
 """
 
 from dataclasses import replace
@@ -51,17 +51,24 @@ def closing_tick(tables: Tables, execution: Execution) -> int | None:
     return last if len(alone.gradients) == 1 and not alone.pairs else None
 
 
-def has_opening_tick(tables: Tables, execution: Execution) -> bool:
-    """Return whether the first tick runs before the scan, and gathers the layers of its F.
+def opening_tick(tables: Tables, execution: Execution) -> int | None:
+    """Return the opening tick, which runs before the scan; None: the scan begins with tick 0.
 
-    It does not where the tick has more than F of first chunks, or where layers are on two pipeline
-    ranks (DualPipe), which send each other gathered parameters.
+    There is none if the first tick with an F has other actions, too, or if stages are on two
+    pipeline ranks (DualPipe), which send each other gathered parameters.
+
+    >>> from jaxpipe.core.schedule import Lockstep, lower, one_f_one_b
+    >>> schedule = one_f_one_b(pp=2, microbatches=4)
+    >>> tables = [lower(schedule, Lockstep(phases=phases)) for phases in (1, 2)]
+    >>> [opening_tick(one, Execution(overlap_sums=True, zero_stage=1)) for one in tables]
+    [0, 1]
     """
     if not (execution.overlap_sums and execution.zero_stage) or len(tables.first_ranks) > 1:
-        return False
-    alone = _of_tick(tables, 0)
-    others = alone.gradients or alone.pairs or alone.columns.head.any() or alone.recomputations
-    return alone.forwards == [0] and tables.has_gradients and not others
+        return None
+    first = int(np.flatnonzero((tables.columns.F + tables.columns.pair).any(axis=1))[0])
+    alone = _of_tick(tables, first)
+    others = alone.gradients or alone.pairs or alone.recomputations or alone.columns.head.any()
+    return first if alone.forwards == [0] and tables.has_gradients and not others else None
 
 
 def run_ticks(
@@ -70,21 +77,22 @@ def run_ticks(
     carry: Carry,
     rows: TableRow,
     closing: int | None,
-    first_chunk: Chunk | None = None,
+    opening: tuple[int, Chunk] | None = None,
 ) -> Carry:
     """Run all ticks and return the last carry; `rows` are this rank's table columns, `[T]`.
 
-    With a `closing` tick, the gradient sums of layers are returned reduced over replicas. With a
-    `first_chunk`, whose parameters are shards, the first tick is an opening tick.
+    With a `closing` tick, the gradient sums of layers are returned reduced over replicas. `opening`
+    is the opening tick, and its chunk with parameters that are shards.
     """
     if step.execution.printer is not None:
         rows = rows._replace(tick=jnp.arange(step.tables.ticks))
     begin = 0
-    if first_chunk is not None:
-        row = jax.tree.map(lambda column: column[0], rows)
-        of_tick = replace(step, tables=_of_tick(step.tables, 0))
-        work, carry = work.first_tick(of_tick, carry, row, first_chunk)
-        begin = 1
+    if opening is not None:
+        first, chunk = opening
+        row = jax.tree.map(lambda column: column[first], rows)
+        of_tick = replace(step, tables=_of_tick(step.tables, first))
+        work, carry = work.first_tick(of_tick, carry, row, chunk)
+        begin = first + 1
     if closing is None:
         rows = jax.tree.map(lambda column: column[begin:], rows)
         return lax.scan(lambda carry, row: (work.tick(step, carry, row), None), carry, rows)[0]

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.core.executor import Pipeline
-from jaxpipe.core.executor.ticks import closing_tick, has_opening_tick
+from jaxpipe.core.executor.ticks import closing_tick, opening_tick
 from jaxpipe.core.schedule import simulate
 from jaxpipe.core.schedule.cells import Grid
 from jaxpipe.core.schedule.lower import build_grid
@@ -128,8 +128,9 @@ def ticks(pipeline: Pipeline, events: Iterable[Event], replica: int = 0) -> Rank
 def recorded_grid(pipeline: Pipeline) -> Grid:
     """The cells of the ticks within the scan, `[T][P]`."""
     tables, how = pipeline.tables, pipeline.execution
-    within = slice(has_opening_tick(tables, how), closing_tick(tables, how))
-    return build_grid(pipeline.schedule, how.lockstep)[within]
+    opening = opening_tick(tables, how)
+    begin = 0 if opening is None else opening + 1
+    return build_grid(pipeline.schedule, how.lockstep)[begin : closing_tick(tables, how)]
 
 
 def devices_by_replica(mesh: Mesh) -> np.ndarray:
