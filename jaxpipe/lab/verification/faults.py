@@ -161,6 +161,7 @@ FAULTS = (
     _swapped("B reads another microbatch's residuals", "for_b_read"),
     _swapped("W reads another microbatch's residuals", "for_w_read"),
     _swapped("W reads another microbatch's stash", "stash_read"),
+    _swapped("R reads another microbatch's input", "for_r_read"),
     # loops over layers
     Fault("B runs the layers of a loop first to last", has_loop, run=run_forward),
     # functions of the model
