@@ -7,7 +7,8 @@ not on the number of processes or on how often they were killed.
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
@@ -42,7 +43,7 @@ from jaxpipe.data.prepare.tokenizing import (
     describe_tokenizer,
     load_tokenizer,
 )
-from jaxpipe.data.prepare.workers import Report, run_workers
+from jaxpipe.data.prepare.workers import Report, Work, run_workers
 from jaxpipe.data.prepare.writing import DocumentBatch, write_shard
 from jaxpipe.data.shards.manifest import (
     JOURNAL,
@@ -57,6 +58,7 @@ from jaxpipe.runtime.storage.writing import replace_atomically, sync_folder
 from jaxpipe.tokenizer.files import TokenizerFiles
 
 _BATCH = 1 << 18  # characters tokenised per call
+_IN_CHATML = "messages are written in ChatML, not by the tokenizer's chat template: --chat uses it"
 _FORM = 3  # version of the output; increase it if the same text gives other ids or another mask
 
 
@@ -92,13 +94,7 @@ def prepare(
       ConfigError: for inputs that cannot be read, a folder with other content, or no document.
       WorkerDied: where a process is killed.
     """
-    files, left_out = list_input_files(list(inputs), folder)
-    if left_out:
-        _print_sentence(
-            console,
-            f"left out beside files of records: {_join_files(left_out)}; name those to read",
-        )
-    pieces = divide_files(files, options.piece_size)
+    pieces = _find_pieces(inputs, folder, options.piece_size, console)
     eod, bos = (named or "none" * options.chat for named in (options.eod, options.bos))
     known = TokenizerFiles.read(options.tokenizer)
     tokenizer = load_tokenizer(known)
@@ -117,25 +113,15 @@ def prepare(
             work = partial(
                 write_piece, options=options, known=known, entry=entry, writer=writer, folder=folder
             )
-            with (
-                run_workers(min(processes, len(remaining)), work, iter(remaining)) as results,
-                show_progress(pieces, remaining, console) as show,
-            ):
-                for is_result, value in results:
-                    if is_result:
-                        one = msgspec.structs.replace(value, key=keys[value.piece], date=date)
-                        journal.write(msgspec.json.encode(one) + b"\n")
-                        os.fsync(journal.fileno())
-                        done[one.piece] = one
-                        if one.chats and unused:
-                            _print_sentence(
-                                console,
-                                "messages are written in ChatML, not by the tokenizer's chat "
-                                "template: --chat uses it",
-                            )
-                            unused = None  # print it only once
-                    else:
-                        show(*value)
+            with closing(_write_pieces(pieces, remaining, work, processes, console)) as results:
+                for result in results:
+                    one = msgspec.structs.replace(result, key=keys[result.piece], date=date)
+                    journal.write(msgspec.json.encode(one) + b"\n")
+                    os.fsync(journal.fileno())
+                    done[one.piece] = one
+                    if one.chats and unused:
+                        _print_sentence(console, _IN_CHATML)
+                        unused = None  # print it only once
             written = [done[piece.number] for piece in pieces]
             has_chats = any(one.chats for one in written)
             manifest = _build_manifest(
@@ -148,6 +134,38 @@ def prepare(
             kept = known.with_templates(sources_of(writer)) if has_chats else known
             _complete_folder(folder, manifest, kept)
     return manifest
+
+
+def _find_pieces(
+    inputs: Iterable[Path], folder: Path, size: int, console: Console
+) -> list[InputPiece]:
+    """Divide the inputs into pieces of about `size` bytes; print which files are left out."""
+    files, left_out = list_input_files(list(inputs), folder)
+    if left_out:
+        _print_sentence(
+            console,
+            f"left out beside files of records: {_join_files(left_out)}; name those to read",
+        )
+    return divide_files(files, size)
+
+
+def _write_pieces(
+    pieces: list[InputPiece],
+    remaining: list[InputPiece],
+    work: Work,
+    processes: int,
+    console: Console,
+) -> Generator[PieceResult]:
+    """Run `work` on the remaining pieces in processes, with a progress bar; yield the results."""
+    with (
+        run_workers(min(processes, len(remaining)), work, iter(remaining)) as messages,
+        show_progress(pieces, remaining, console) as show,
+    ):
+        for is_result, value in messages:
+            if is_result:
+                yield value
+            else:
+                show(*value)
 
 
 def write_piece(

@@ -125,50 +125,77 @@ def open_parquet(path: Path, ignored: frozenset[str] = frozenset()) -> ParquetSh
         for number in range(metadata.num_row_groups)
     ]
     sizes = [(chunk.statistics or chunk).num_values for chunk in chunks]
-
-    @lru_cache(_KEPT)
-    def group(number: int) -> RowGroupTokens:
-        try:  # open the file anew, because a ParquetFile is not thread-safe
-            with parquet.ParquetFile(path, metadata=metadata) as file:
-                table = file.read_row_group(number, columns=[column, *known, *counts])
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"row group {number} of {path} cannot be read ({first_line(error)}): write it "
-                f"again."
-            ) from error
-        ids, lengths = _flatten(table[column])
-        if len(ids) != sizes[number] or ids.dtype.kind not in "iu":
-            raise ConfigError(
-                f"row group {number} of {path} has lists that are empty or hold nulls, and no "
-                f"statistics that tell: write it without these."
-            )
-        for name in counts:
-            if (other := table[name].to_numpy() != lengths).any():
-                row = int(other.argmax())
-                raise ConfigError(
-                    f"row group {number} of {path}, row {row + 1}: {name} is {table[name][row]} "
-                    f"for {lengths[row]} ids, which may be padded: write them without, or leave "
-                    f"it out by data.ignore_columns='[\"{name}\"]'."
-                )
-        counted = np.ones(len(ids), bool)
-        read = {name: _flatten(table[name]) for name in known}
-        for name, (values, other_lengths) in read.items():
-            fault = name != LENGTHS and _describe_fault(name, values, other_lengths, ids, lengths)
-            if fault:
-                raise ConfigError(f"row group {number} of {path}, {fault}.")
-            if name in masks:
-                counted &= values != IGNORE if name == "labels" else values != 0
-        try:
-            ends = find_document_ends({name: read[name] for name in borders}, ids, lengths)
-        except ValueError as fault:
-            raise ConfigError(f"row group {number} of {path}, {fault}.") from fault
-        return RowGroupTokens(ids, ends, counted if masks else None)
-
+    groups = _RowGroups(path, metadata, column, tuple(known), tuple(counts), tuple(sizes))
     digest = IdFile(path, np.dtype("u1"), 0, path.stat().st_size).sampled_digest()
     # The same ids with a loss mask or other borders are other samples.
     digest += f" {'+'.join([*masks, *borders])}" if masks or borders else ""
     starts = tuple(accumulate(sizes, initial=0))
-    return ParquetShard(path, starts, group, bool(masks), digest)
+    return ParquetShard(path, starts, lru_cache(_KEPT)(groups.read), bool(masks), digest)
+
+
+@dataclass(frozen=True)
+class _RowGroups:
+    """The row groups of a Parquet file.
+
+    Attributes:
+      path: of the file.
+      metadata: of its footer.
+      column: name of the column with the ids.
+      known: names of the columns read beside it, `counts` of those with the number of a row's ids.
+      sizes: tokens of every row group.
+    """
+
+    path: Path
+    metadata: Any
+    column: str
+    known: tuple[str, ...]
+    counts: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def read(self, number: int) -> RowGroupTokens:
+        """Read a row group; raises `ConfigError` as `open_parquet` says."""
+        place = f"row group {number} of {self.path}"
+        table = self._table(number)
+        ids, lengths = _flatten(table[self.column])
+        if len(ids) != self.sizes[number] or ids.dtype.kind not in "iu":
+            raise ConfigError(
+                f"{place} has lists that are empty or hold nulls, and no statistics that tell: "
+                f"write it without these."
+            )
+        for name in self.counts:
+            if (other := table[name].to_numpy() != lengths).any():
+                row = int(other.argmax())
+                raise ConfigError(
+                    f"{place}, row {row + 1}: {name} is {table[name][row]} for {lengths[row]} ids, "
+                    f"which may be padded: write them without, or leave it out by "
+                    f"data.ignore_columns='[\"{name}\"]'."
+                )
+        counted = np.ones(len(ids), bool)
+        read = {name: _flatten(table[name]) for name in self.known}
+        for name, (values, other_lengths) in read.items():
+            fault = name != LENGTHS and _describe_fault(name, values, other_lengths, ids, lengths)
+            if fault:
+                raise ConfigError(f"{place}, {fault}.")
+            if name in MASKS:
+                counted &= values != IGNORE if name == "labels" else values != 0
+        borders = {name: read[name] for name in (LENGTHS, *BORDERS) if name in read}
+        try:
+            ends = find_document_ends(borders, ids, lengths)
+        except ValueError as fault:
+            raise ConfigError(f"{place}, {fault}.") from fault
+        return RowGroupTokens(ids, ends, None if read.keys().isdisjoint(MASKS) else counted)
+
+    def _table(self, number: int) -> Any:
+        parquet = import_optional("pyarrow.parquet", f"reading {self.path}")
+        columns = [self.column, *self.known, *self.counts]
+        try:  # open the file anew, because a ParquetFile is not thread-safe
+            with parquet.ParquetFile(self.path, metadata=self.metadata) as file:
+                return file.read_row_group(number, columns=columns)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"row group {number} of {self.path} cannot be read ({first_line(error)}): write it "
+                f"again."
+            ) from error
 
 
 def _flatten(column: Any) -> tuple[np.ndarray, np.ndarray]:
