@@ -10,7 +10,7 @@ from commands import SMALL
 from msgspec import structs
 
 from jaxpipe import config as configs
-from jaxpipe.core.schedule import Costs, lower
+from jaxpipe.core.schedule import Costs, lower, recompute_ahead
 from jaxpipe.core.schedule.lockstep import Lockstep
 from jaxpipe.core.schedule.scan import scan_time
 from jaxpipe.lab.search.bounds import ScheduleFacts, least_residuals, least_seconds
@@ -85,6 +85,11 @@ def test_no_schedule_is_below_its_bounds(name):
             costs = Costs(*taken, transfer=random.random() / 10, exchange=exchange)
             lockstep = Lockstep(transfer_ticks=ticks)
             assert least_seconds(facts, costs) <= scan_time(schedule, costs, lockstep) * (1 + 1e-12)
+            with_r = replace(costs, R=[random.random() for _ in range(stages)])
+            ahead = recompute_ahead(schedule, with_r, lockstep)
+            assert least_seconds(facts, with_r) <= scan_time(ahead[0], with_r, ahead[1]) * (
+                1 + 1e-12
+            )
             tables, layout = lower(schedule, lockstep), layout_of(
                 config, schedule.placement, (8 // stages,) * stages
             )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from jaxpipe.config import Config
 from jaxpipe.core.schedule import Costs, Op, Placement, Schedule
 from jaxpipe.core.schedule.simulate import peak_live
-from jaxpipe.planning.cost.costs import costs_of
+from jaxpipe.planning.cost.costs import LayerCosts, costs_of
 
 if TYPE_CHECKING:
     from jaxpipe.core.mesh import StageLayout
@@ -56,15 +56,17 @@ def least_seconds(facts: ScheduleFacts, costs: Costs) -> float:
     action of a rank is a BW, because every F has one after it on the same rank; if it is of stage
     s, its result passes the BW of all stages before s, one after the other. So for every rank the
     time is at least the work before its first action + its own + the work after its last one, with
-    the least s of the rank. On a bidirectional placement microbatches enter at both ends: there the
-    time is at least the mean work of a rank.
+    the least s of the rank. R is part of a rank's work, but no other rank waits for it. On a
+    bidirectional placement microbatches enter at both ends: there the time is at least the mean
+    work of a rank.
     """
     placement, forwards = facts.placement, facts.forwards
     seconds = []
     for op in ("F", "B", "W"):
         hidden = getattr(costs.exchange, op) if costs.exchange else (0.0,) * placement.stages
         seconds.append([all_ - part for all_, part in zip(getattr(costs, op), hidden)])
-    work = [sum(ops) for ops in zip(*seconds)]
+    recomputed = (costs.R,) * placement.stages if isinstance(costs.R, float | int) else costs.R
+    work = [sum(ops) for ops in zip(*seconds, recomputed)]
     if placement.mirrored_from is not None:
         return forwards * sum(work) / placement.pp
     forward, backward = seconds[0], [b + w for b, w in zip(*seconds[1:])]
@@ -82,12 +84,20 @@ def least_residuals(config: Config, facts: ScheduleFacts, layout: "StageLayout")
     With the bytes that do not depend on the order of actions (`rank_bytes` without tables) it is
     one on all bytes. Proof. Ranks that keep their order have, at some tick, as many residuals live
     as the order has forwards without their B, or W, and a ring buffer is at least as long as what
-    one rank has live at once. Of a rank that does not, one microbatch is live.
+    one rank has live at once. Of a rank that does not, one microbatch is live. With R, residuals of
+    one microbatch are live at some time, and what R reads of all but that one.
     """
     away = layout.first_ring_slots(config.train.offload_layers)
     kinds = costs_of(config).kinds
     here = [kinds[name] for ring, name in enumerate(layout.ring_slot_kinds) if ring not in away]
-    return sum(max(b * kind.for_b + w * kind.for_w for b, w in facts.live) for kind in here)
+
+    def least(kind: LayerCosts) -> int:
+        if kind.R:
+            one, most = kind.for_b + kind.for_w, max(b for b, _ in facts.live)
+            return max(one, (most - 1) * kind.for_r)
+        return max(b * kind.for_b + w * kind.for_w for b, w in facts.live)
+
+    return sum(map(least, here))
 
 
 @dataclass(frozen=True)

@@ -212,8 +212,9 @@ class LayoutSearch:
             fitting = [update for size, update in states[key] if size + stored <= self.usable]
             if fitting:
                 costs = seconds.costs(
-                    layers, shared_by=shape.parallel.vocab_shared_by, split=facts.is_split
-                )
+                    layers, shared_by=shape.parallel.vocab_shared_by, split=facts.is_split,
+                    recomputes=shape.train.remat == "ahead",
+                )  # fmt: skip
                 bound = least_seconds(facts, costs) + min(fitting)
                 if shape.parallel.layer_split == "balanced" and scheduled.parallel.memory_limit:
                     bound = 0.0  # the limit may ask for other layers

@@ -107,7 +107,8 @@ class SearchSpace:
                     f"train.grad_accum_steps, or the number of devices."
                 ] = None
                 continue
-            for remat in self._choose("train.remat", ("full", "selective", "none")):
+            ahead = ("ahead",) if parallel.pp > 1 else ()  # where a rank may wait
+            for remat in self._choose("train.remat", ("full", *ahead, "selective", "none")):
                 train = structs.replace(
                     own, microbatch_size=size, remat=remat, grad_accum_steps=microbatches,
                     batch_tokens=0,
@@ -125,6 +126,8 @@ class SearchSpace:
             )
             most = shape.model.pipeline_layers // stages
             counts = dict.fromkeys((0, self.config.train.offload_layers, -(-most // 2), most))
+            if shape.train.remat == "ahead":
+                counts = dict.fromkeys((0,))  # it excludes offloading
             for count in self._choose("train.offload_layers", counts):
                 yield _with(scheduled, train=dict(offload_layers=count))
 
