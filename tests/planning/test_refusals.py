@@ -181,6 +181,11 @@ def test_load_rejects(overrides, message):
         (["model.n_kv_heads=3"], "model.n_heads=4 must be a multiple of model.n_kv_heads=3"),
         (["model.d_model=66"], "model.d_model=66 must be a multiple of model.n_heads=4"),
         (["model.head_dim=7"], "the rotated width of a head is 7"),
+        (["model.rotary_share=0.01"], "the rotated width of a head is 0"),
+        (
+            ["model.family=olmo2", "model.n_kv_heads=1", "parallel.tp=2"],
+            "model.n_kv_heads=1 must be a multiple of parallel.tp=2 in models of the family 'olmo",
+        ),
         (
             ["parallel.schedule=2f2b"],
             "parallel.schedule: unknown schedule '2f2b': Choose one of gpipe, 1f1b",

@@ -1,4 +1,7 @@
-"""Published models by name, with the numbers of their configurations."""
+"""Published models by name, with the numbers of their configurations, and the family."""
+
+from jaxpipe.model.families.deepseek.config import DeepseekConfig
+from jaxpipe.model.family import ModelFamily
 
 _MLA = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -10,7 +13,7 @@ _YARN_40 = _YARN | {"rope_factor": 40.0, "rope_beta_fast": 32.0, "max_seq_len": 
 _V3_ROUTER = {"router_score": "sigmoid", "norm_topk_prob": True, "router_bias": True}
 
 
-DEEPSEEK_PRESETS: dict[str, dict[str, int | float | bool | str]] = {
+_PRESETS: dict[str, dict[str, int | float | bool | str]] = {
     "deepseek_v2_lite": _MLA | _YARN_40 | {
         "n_layers": 27, "d_model": 2048, "n_heads": 16, "d_ff": 10944, "vocab_size": 102400,
         "rope_theta": 10000.0, "rope_mscale": 0.707, "rope_mscale_all_dim": 0.707,
@@ -32,3 +35,10 @@ DEEPSEEK_PRESETS: dict[str, dict[str, int | float | bool | str]] = {
         "shared_experts": 1, "first_dense_layers": 1, "router_scale": 2.827,
     },
 }  # fmt: skip
+DEEPSEEK = ModelFamily(
+    "deepseek",
+    DeepseekConfig,
+    _PRESETS,
+    model="jaxpipe.model.families.deepseek.decoder:DeepseekDecoder",
+    huggingface="jaxpipe.model.families.deepseek.huggingface",
+)

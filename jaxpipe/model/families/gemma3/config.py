@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from jaxpipe.model.decoder_config import PositiveFloat
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama.presets import Preset, decoder_sizes
-from jaxpipe.model.family import Count
+from jaxpipe.model.family import Count, ModelFamily
 from jaxpipe.model.layers.moe.config import NotNegative
 from jaxpipe.model.variant import Variant
 
@@ -68,3 +68,6 @@ PRESETS: dict[str, Preset] = {
     "gemma3_12b": _sizes(48, 3840, 16, 8, 15360, 256) | _LONG,
     "gemma3_27b": _sizes(62, 5376, 32, 16, 21504, 128) | _LONG | {"query_width": 168},
 }
+GEMMA3 = ModelFamily(
+    "gemma3", Gemma3Config, PRESETS, huggingface="jaxpipe.model.families.gemma3.huggingface"
+)

@@ -5,7 +5,7 @@ from typing import ClassVar
 from jaxpipe.model.decoder_config import PositiveFloat
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama.presets import Preset, decoder_sizes
-from jaxpipe.model.family import Count, Positive
+from jaxpipe.model.family import Count, ModelFamily, Positive
 from jaxpipe.model.layers.rope.config import Scaling
 from jaxpipe.model.variant import Variant
 
@@ -36,3 +36,6 @@ def _sizes(layers: int, experts: int) -> Preset:
 
 
 PRESETS: dict[str, Preset] = {"gpt_oss_20b": _sizes(24, 32), "gpt_oss_120b": _sizes(36, 128)}
+GPT_OSS = ModelFamily(
+    "gpt_oss", GptOssConfig, PRESETS, huggingface="jaxpipe.model.families.gpt_oss.huggingface"
+)

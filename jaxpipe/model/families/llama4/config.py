@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from jaxpipe.model.attention.case import AttentionCase
 from jaxpipe.model.families.llama.config import LOCAL, LlamaConfig
 from jaxpipe.model.families.llama.presets import Preset, decoder_sizes
-from jaxpipe.model.family import Count, Positive
+from jaxpipe.model.family import Count, ModelFamily, Positive
 from jaxpipe.model.layers.moe.config import NotNegative
 from jaxpipe.model.variant import Variant
 
@@ -92,3 +92,10 @@ PRESETS: dict[str, Preset] = {
         "n_experts": 128, "moe_every": 2, "max_seq_len": 1048576, "qk_l2_norm": False,
     },
 }  # fmt: skip
+LLAMA4 = ModelFamily(
+    "llama4",
+    Llama4Config,
+    PRESETS,
+    model="jaxpipe.model.families.llama4.decoder:Llama4Decoder",
+    huggingface="jaxpipe.model.families.llama4.huggingface",
+)

@@ -12,6 +12,8 @@ from jaxpipe.model.families.llama.architectures import (
     qwen3,
     qwen3_moe,
 )
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.family import ModelFamily
 
 FORMATS = (
     llama3.Llama3Format(),
@@ -21,8 +23,9 @@ FORMATS = (
     qwen3_moe.Qwen3MoeFormat(),
     mixtral.MixtralFormat(),
 )
-PRESETS = {
+_PRESETS = {
     name: fields
     for module in (llama3, mistral, mixtral, qwen2, qwen3, qwen3_moe)
     for name, fields in module.PRESETS.items()
 }
+LLAMA = ModelFamily("llama", LlamaConfig, _PRESETS, huggingface=__name__)
