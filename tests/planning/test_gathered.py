@@ -1,9 +1,10 @@
-"""Parameters that a device stores as ops read them are not copied where others are gathered."""
+"""What a device stores once: parameters as ops read them, and the sum that adapters add to."""
 
 import pytest
 
 from jaxpipe.config import load
-from jaxpipe.planning import resolve
+from jaxpipe.core.split import POLICIES
+from jaxpipe.planning import costs_of, resolve
 
 SMALL = "tests/data/small.toml"
 WIDTH, LAYERS = 32, 1  # of the model; of a pipeline rank
@@ -28,3 +29,16 @@ def test_experts_over_ep_are_not_copied_with_the_router(reshards):
     how = *EXPERTS, f"parallel.reshard_after_forward={reshards}"
     few, many = (bytes_of(*how, f"model.n_experts={experts}").copies for experts in (4, 8))
     assert many - few == 4 * WIDTH * 4 * LAYERS
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+def test_a_product_and_its_adapters_are_stored_as_their_sum(remat):
+    """Of both products; W reads besides what the 7 adapters make of 32 tokens, rank 2."""
+    adapters = "lora.rank=2", "lora.alpha=2.0"
+    without, adapted = (
+        costs_of(load(SMALL, [f"train.remat={remat}", *more])).kinds["layer"]
+        for more in ((), adapters)
+    )
+    assert adapted.for_b == without.for_b
+    low = 0 if remat == "full" else 7 * 32 * 2 * 4
+    assert adapted.for_w == without.for_w + low

@@ -198,11 +198,11 @@ class Chunk:
           read_inputs: returns the inputs that a layer reads from ring buffers, given the layer and
             the arrays of its ring group that the op writes, in their current state.
           in_turn: read the residuals of a run once its dy is known, or, if the layers have
-            collectives, once the run before it starts, beside which XLA hides them; in BW, finish W
-            of a run before B of the next but one starts. Otherwise XLA on GPU may first recompute
-            all layers, or move every W to the end, and what that computes stays live (a third of
-            the memory for 20 layers of a 13B model, tp=4, full remat). Residuals on the host are
-            read without waiting, so that copies overlap.
+            collectives, once the run before it starts, beside which XLA hides them; finish W of a
+            run (in BW) or write its W stash (in B) before B of the next but one starts. Otherwise
+            XLA on GPU may first recompute all layers, or move every W or write to the end, and what
+            that computes stays live (a third of the memory for 20 layers of a 13B model, tp=4, full
+            remat). Residuals on the host are read without waiting, so that copies overlap.
           counts: as in `LayerRun.add_gradients`.
         """
         last = len(self.runs) - 1
@@ -229,10 +229,11 @@ class Chunk:
             if next_waits and not early:
                 dy, start = lax.optimization_barrier((dy, jnp.int32(0)))
             read_sums = before.read_sums if read_sums is None else read_sums
-            if in_turn and op is Op.BW and place < last:
-                of_last = embed_head_of(self.runs[place + 1].kind.kind, read_sums)
-                dy, totals[place + 1], of_last = lax.optimization_barrier(
-                    (dy, totals[place + 1], of_last)
+            if in_turn and op is not Op.W and place < last:
+                later = self.runs[place + 1]
+                ring, of_last = later.ring, embed_head_of(later.kind.kind, read_sums)
+                dy, totals[place + 1], of_last, rings[ring] = lax.optimization_barrier(
+                    (dy, totals[place + 1], of_last, rings[ring])
                 )
                 read_sums = read_sums if of_last is None else of_last
             return BackwardOutputs(
@@ -282,9 +283,9 @@ def _run_forward(
         prefetch=True, in_time=True,
     )  # fmt: skip
     x, rings[run.ring], aux, loss, collected = passed
-    if earlier is not None and earlier.on_host:
-        # The device-to-host copy of the earlier layer's residuals overlaps with this run and must
-        # end with it.
+    if earlier is not None:
+        # The residuals of the earlier run are written while this one runs, and no later: otherwise
+        # XLA on GPU writes them when the action ends, and holds those of all its layers till then.
         x, rings[earlier.ring] = lax.optimization_barrier((x, rings[earlier.ring]))
     params = (*before.params, collected) if collects else ()
     return ForwardOutputs(x, tuple(rings), aux, loss, gathered, params)

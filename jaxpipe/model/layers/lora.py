@@ -17,9 +17,11 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.core.contract import Context, LayerOutput, StageFunctions
 from jaxpipe.core.contract.devices import OneDevice
+from jaxpipe.core.contract.layer import PRODUCT
 from jaxpipe.core.contract.parameter import TP, ParamSpec
 from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.layers.dropout import Dropout, Masks
@@ -168,8 +170,7 @@ class LoraDecoder:
             for name, kind in functions.kinds_by_name.items()
         }
         keys = functions.batch_keys
-        if self.adapters.dropout and _SAMPLES not in keys:
-            keys = (*keys, _SAMPLES)
+        keys += (_SAMPLES,) * (self.adapters.dropout > 0 and _SAMPLES not in keys)
         embed_head = _freeze(functions.embed_head_specs)
         return replace(functions, kinds=kinds, embed_head_specs=embed_head, batch_keys=keys)
 
@@ -276,7 +277,7 @@ class LoraDot(Dot):
         adapter = self.given[name]
         (low,) = self.plain(self.drop(x, name), a=adapter.a)
         (up,) = self.plain(low, b=adapter.b)
-        return y + self.scale * up
+        return checkpoint_name(y + self.scale * up, PRODUCT)  # stored, and neither product is
 
 
 @dataclass(frozen=True)

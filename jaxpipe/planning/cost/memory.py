@@ -109,10 +109,11 @@ def logits_of(config: Config) -> int:
 def _working(costs: ModelCosts, layout: "StageLayout", tables: Tables | None) -> int:
     """Bytes of the cell that holds most, beside what is stored.
 
-    XLA writes what the F and B of a chunk return to ring buffers when its last layer is done. In
-    BW, W runs one layer behind B where B has collectives, so the stash of a layer more is live;
-    elsewhere XLA delays the products of W as long as they write more than they free. Of
-    a pair, F ends with the B of as many layers, beside which the W of layers before may run.
+    XLA may write the results of a layer to ring buffers while the next layer runs, but no later
+    (`core/executor/chunk.py`). In BW, W runs one layer behind B where B has collectives, so the
+    stash of a layer more is live; elsewhere XLA delays the products of W as long as they write more
+    than they free. Of a pair, F ends with the B of as many layers, beside which the W of layers
+    before may run.
     """
     if tables is None:
         kinds = [costs.kinds[kind].working for kind in {*layout.slot_kinds}]
@@ -121,7 +122,7 @@ def _working(costs: ModelCosts, layout: "StageLayout", tables: Tables | None) ->
     def of_chunk(op: str, kinds: Sequence[str]) -> int:
         layers = [costs.kinds[kind].working[op] for kind in kinds]
         others = sorted(layer.results for layer in layers)[1:]
-        return max(layer.peak for layer in layers) + sum(others[-1:] if op == "BW" else others)
+        return max(layer.peak for layer in layers) + sum(others[-1:])
 
     def largest(op: str) -> int:
         return max(of_chunk(op, kinds) for kinds in layout.chunk_kinds if kinds)
