@@ -67,10 +67,10 @@ def exchanged_bytes(
     """Return the bytes that a device sends in F, B and W of one sparse layer to other devices.
 
     A row is sent with its weight and, without a capacity, with its expert; it comes back alone.
-    B sends the gradients of both, and repeats F's messages if they are not stored; W sends nothing.
+    B sends the gradients of both, and repeats F's messages if nothing is stored; W sends nothing.
     """
     rows = expert_rows(model, batch=batch, seq_len=seq_len, ep=ep, factor=factor)
     beside = 1 if model.capacity_factor else 2
     value = rows * itemsize * (ep - 1) / ep
     forth, back = value * (model.d_model + beside), value * model.d_model
-    return OpFlops(F=forth + back, B=forth + back + forth * (remat != "none"))
+    return OpFlops(F=forth + back, B=forth + back + forth * (remat == "full"))

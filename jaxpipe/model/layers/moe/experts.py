@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.core.contract.devices import OneDevice
 from jaxpipe.core.contract.experts import AllExperts
+from jaxpipe.core.contract.layer import PRODUCT
 from jaxpipe.core.contract.parameter import EP, TP, ParamSpec
 from jaxpipe.model.layers.gated import gated
 from jaxpipe.model.layers.moe.config import MixtureConfig
@@ -260,6 +262,7 @@ def _send_rows(
     if replicas.size == 1:
         return x_SD, beside_SX
     came = _exchange_rows(replicas, jnp.concatenate([x_SD, beside_SX], axis=-1), "experts")
+    came = checkpoint_name(came, PRODUCT)  # or B sends the rows again
     x_SD, beside_SX = jnp.split(came, [x_SD.shape[1]], axis=-1)
     return x_SD, beside_SX
 
