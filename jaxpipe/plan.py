@@ -53,6 +53,7 @@ from jaxpipe.planning import (
     overlapped,
 )
 from jaxpipe.planning.helpers import helpers
+from jaxpipe.planning.limits import planned_bytes
 from jaxpipe.planning.page import write_plan_page
 from jaxpipe.planning.progress import PlanProgress
 from jaxpipe.planning.rules.across import check_settings
@@ -62,7 +63,6 @@ from jaxpipe.planning.rules.sizes import resolve_sizes
 from jaxpipe.planning.settings import changed, words_of
 from jaxpipe.runtime import command
 from jaxpipe.runtime.devices import DEVICES
-from jaxpipe.runtime.environment import usable_share
 from jaxpipe.runtime.exit_code import ExitCode
 from jaxpipe.schedules import draw_timeline, find_family, fuse_steps
 from jaxpipe.schedules.timing.figure import draw_figure
@@ -235,7 +235,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         found = [replace(e, tokens=round(e.tokens * rows.efficiency)) for e in found]
     if steps := arguments.fused_steps:
         found = [overlapped(one, steps) for one in found]
-    usable = memory * usable_share()
+    usable = planned_bytes(memory)
     advice = advise(config, found, memory=usable, bubble=arguments.bubble)
     if rows and advice.best:
         best = next(one for one in found if one.label == advice.best)

@@ -103,8 +103,8 @@ def _lacking_memory(error: Exception) -> str:
         return ""
     return (
         f"the devices have too little memory for this run ({first_line(error)}): use a smaller "
-        f"train.microbatch_size, train.seq_len or model, train.remat=full, or more devices; "
-        f"`python -m jaxpipe.plan` counts the bytes."
+        f"train.microbatch_size, train.seq_len or model, train.remat_layers or train.remat=full, "
+        f"or more devices; `python -m jaxpipe.plan` counts the bytes."
     )
 
 

@@ -191,10 +191,10 @@ ROWS = (
     ("fp8_recipe enable_fp8_linear", '`train.fp8="delayed"` or `"current"`'),
     (
         "activation_checkpointing gradient_checkpointing activation_checkpoint/mode "
-        "recompute_granularity recompute_method recompute_num_layers recompute "
-        "selective_ac_option",
+        "recompute_granularity recompute_method recompute selective_ac_option",
         "`train.remat`",
     ),
+    ("recompute_num_layers", "`train.remat_layers`"),
     ("sample_packing sample_packing_method", "`data.packing`"),
     ("sample_packing_sequence_len", "`train.seq_len`, with `data.packing`"),
     (

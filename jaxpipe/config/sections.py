@@ -92,6 +92,13 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         ),
         excludes("train.offload_layers", when="ahead", why="recomputed residuals are read soon"),
     ] = "none"
+    # first layers of every stage of which B recomputes everything, whatever remat says. Each saves
+    # the memory of its residuals and costs another forward of the layer; all layers: remat="full"
+    remat_layers: Annotated[
+        Count,
+        excludes("train.remat", "full", "ahead", why="these recompute all layers"),
+        excludes("train.offload_layers", why="both are for the first layers of every stage"),
+    ] = 0
     offload_layers: Count = 0  # first layers of every stage whose residuals are kept on the host
     offload_moments: bool = False  # keep the optimizer's moments on the host between updates
     deterministic: bool = False  # bitwise equal results on the same devices; costs time on GPUs
@@ -167,6 +174,14 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     evaluate_include_path: Annotated[LocalPath, read_with("train.evaluate_every")] = ""
     # a tokenizer.json, or bytes; empty: that of the data
     evaluate_tokenizer: Annotated[str, read_with("train.evaluate_every")] = ""
+
+    @property
+    def rematerialisation(self) -> str:
+        """What B recomputes, in words: "remat selective, full in the first 3 layers of a stage"."""
+        first = self.remat_layers
+        layers = f"{first} layers" if first > 1 else "layer"
+        which = f", full in the first {layers} of a stage" if first else ""
+        return f"remat {self.remat}{which}"
 
 
 class PreferenceConfig(Section, frozen=True, kw_only=True):

@@ -11,8 +11,9 @@ from jaxpipe.config import Config
 from jaxpipe.core.schedule import ScheduleError, simulate
 from jaxpipe.planning.candidates import arrange_variant, sizes_of, variant_of
 from jaxpipe.planning.cost.estimate import Estimate, estimate
+from jaxpipe.planning.cost.memory import rank_bytes
+from jaxpipe.planning.limits import planned_bytes
 from jaxpipe.planning.resolve import RunPlan
-from jaxpipe.runtime.environment import usable_share
 from jaxpipe.schedules import FAMILIES
 
 _TRIES = 6
@@ -36,7 +37,7 @@ def advise(
 ) -> Advice:
     """Find the fastest candidate within `memory` bytes a device, and how to reach `bubble`.
 
-    `memory` is what jax allocates of a device for a run (`usable_share`). `bubble` is the wanted
+    `memory` is what a plan may fill of a device (`planned_bytes`). `bubble` is the wanted
     idle share of the scan; None: no advice on it.
     """
     fitting = sorted(
@@ -48,16 +49,27 @@ def advise(
     if not fitting:
         least = min(estimates, key=lambda e: e.bytes.total)
         sentences.append(
-            f"nothing fits the {memory / 2**30:.1f} GiB of a device that jax allocates: "
+            f"nothing fits the {memory / 2**30:.1f} GiB of a device that a plan fills: "
             f"{least.label} needs least, "
             f"{least.bytes.total / 2**30:.1f} GiB; raise parallel.pp or parallel.tp, lower "
-            f"train.microbatch_size, or set train.remat='full'."
+            f"train.microbatch_size, or set {_remat_that_fits(least.plan, memory)}."
         )
     if fitting and fitting[0].waiting:
         sentences.append(_advise_on_copies(fitting[0]))
     if bubble is not None and fitting:
         sentences.append(_advise_on_bubble(config, fitting[0], bubble))
     return Advice(fitting[0].label if fitting else None, tuple(sentences))
+
+
+def _remat_that_fits(plan: RunPlan, memory: float) -> str:
+    """The setting that recomputes as few layers of a plan as fit in memory, else all."""
+    train = plan.config.train
+    most = 0 if train.remat == "full" or train.offload_layers else max(plan.layers)
+    for layers in range(train.remat_layers + 1, most):
+        fewer = replace(plan.config, train=replace(train, remat_layers=layers))
+        if rank_bytes(fewer, plan.layout, plan.tables).total <= memory:
+            return f"train.remat_layers={layers}"
+    return "train.remat='full'"
 
 
 def _advise_on_copies(best: Estimate) -> str:
@@ -117,7 +129,7 @@ def advise_on_in_flight(plan: RunPlan) -> str | None:
     family, now = FAMILIES[own.family], _bubble(plan)
     if family.is_searched:
         return None
-    usable = (plan.devices.memory or math.inf) * usable_share()
+    usable = planned_bytes(plan.devices.memory or math.inf)
     found = []
     for variant in family.variants(family.name, sizes_of(plan.config)):
         if variant != own and variant._replace(in_flight=None) == own:

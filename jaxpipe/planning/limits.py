@@ -9,13 +9,23 @@ from typing import TYPE_CHECKING
 from jaxpipe.config import Config
 from jaxpipe.config.units import parse_bytes, readable_bytes
 from jaxpipe.core.schedule import MemoryCosts, ScheduleError
-from jaxpipe.planning.cost.costs import ITEMSIZE, costs_of
+from jaxpipe.planning.cost.costs import ITEMSIZE, costs_of, ring_costs
 from jaxpipe.planning.cost.memory import logits_of, rank_bytes
 from jaxpipe.runtime.environment import usable_share
 from jaxpipe.schedules import LIMITS
 
 if TYPE_CHECKING:
     from jaxpipe.core.mesh import StageLayout
+
+
+# Of the memory that jax allocates, what a plan may fill. A program that takes nearly all of it
+# hides few collectives (lab/gpu/README.md), and XLA's bytes differ from a plan's by a few percent.
+PLANNED_SHARE = 0.92
+
+
+def planned_bytes(memory: float) -> float:
+    """Bytes that a plan may fill of a device with `memory` bytes."""
+    return memory * usable_share() * PLANNED_SHARE
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,7 @@ def stage_memory(config: Config, layout: "StageLayout") -> MemoryCosts:
     Stages share their ring buffers, so these are the bytes of the largest stage.
     """
     costs, away = costs_of(config), layout.first_ring_slots(config.train.offload_layers)
-    kinds = [costs.kinds[kind] for kind in layout.ring_slot_kinds]
+    kinds = ring_costs(config, layout)
     here = [kind for ring, kind in enumerate(kinds) if ring not in away]
     for_b, for_w, for_r = (
         sum(getattr(kind, name) for kind in here) for name in ("for_b", "for_w", "for_r")
@@ -111,12 +121,13 @@ def _free_bytes(config: Config, layout: "StageLayout", device_memory: float | No
             "bytes, such as 40GiB."
         )
     state = rank_bytes(config, layout, None).total
-    free = device_memory * usable_share() - state
+    free = planned_bytes(device_memory) - state
     if free <= 0:
         raise ScheduleError(
             f"memory_limit='auto' leaves nothing: parameters, gradients, moments and the head take "
             f"{readable_bytes(state)} of the {readable_bytes(device_memory)} of a device, of which "
-            f"{usable_share():.0%} are used; raise parallel.pp, parallel.tp or parallel.zero_stage."
+            f"{PLANNED_SHARE * usable_share():.0%} are planned with; raise parallel.pp, "
+            f"parallel.tp or parallel.zero_stage."
         )
     return free
 

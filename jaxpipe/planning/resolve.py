@@ -146,7 +146,7 @@ def arrange(
         pacing out (`schedule.scan.optimize_pace`).
 
     Raises `ScheduleError` if there is no such schedule, none within `parallel.memory_limit`, or a
-    stage has fewer layers than are to be offloaded.
+    stage has fewer layers than are to be offloaded, or none has more than B recomputes.
     """
     devices = devices or Devices.planned(config)
     if config.parallel.vocab_parallel_pp == "auto":
@@ -162,6 +162,11 @@ def arrange(
         raise ScheduleError(
             f"train.offload_layers={config.train.offload_layers} exceeds the layers of the "
             f"shortest stage, {min(layers)}: every rank copies as many; offload at most so many."
+        )
+    if config.train.remat_layers >= max(layers):
+        raise ScheduleError(
+            f"train.remat_layers={config.train.remat_layers} are all layers of the longest stage, "
+            f"{max(layers)}: set train.remat='full' instead, or give fewer."
         )
     plan = RunPlan(config, devices, schedule, layers, lockstep, seconds)
     if parallel.memory_limit:

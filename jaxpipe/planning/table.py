@@ -99,7 +99,7 @@ class Plan:
 
     Attributes:
       refused: for schedules that are not possible, the reason by label.
-      memory: bytes of a device that jax allocates for a run.
+      memory: bytes of a device that a plan may fill.
     """
 
     config: Config
@@ -130,7 +130,7 @@ class Plan:
         return (
             f"{every:,} parameters{of_token}, {parallel.mesh}, "
             f"{train.grad_accum_steps} microbatches of {train.microbatch_size} x "
-            f"{train.seq_len} tokens, remat {train.remat}, transfers take "
+            f"{train.seq_len} tokens, {train.rematerialisation}, transfers take "
             f"{' or '.join(sorted(ticks))} ticks"
         )
 
@@ -162,7 +162,7 @@ class Plan:
             if fastest.variant.in_flight:
                 summary = summary.partition(":")[0]  # what it holds is another number then
             yield (
-                f"fastest within the {self.memory / _GIB:.1f} GiB of a device that jax allocates: "
+                f"fastest within the {self.memory / _GIB:.1f} GiB of a device that a plan fills: "
                 f"{self.advice.best} "
                 f"({summary}){self._gain(fastest)}"
             )

@@ -15,6 +15,7 @@ def execution_of(plan: RunPlan) -> Execution:
     return Execution(
         lockstep=plan.lockstep,
         remat="full" if train.remat == "ahead" else train.remat,
+        remat_layers=train.remat_layers,
         compute_dtype=jnp.dtype(train.compute_dtype),
         zero_stage=parallel.zero_stage,
         grad_reduce_dtype=None if parallel.grad_reduce_dtype == "float32" else jnp.bfloat16,

@@ -88,7 +88,8 @@ class Trainer:
         """The layers of each stage, and the pipeline rank of each stage."""
         kinds = self.model.functions.layer_kinds(self.config.model.pipeline_layers)
         unroll = self.plan.unroll_layers
-        return StageLayout(self.plan.layers, self.schedule.placement, kinds, unroll)
+        remat_layers = self.config.train.remat_layers
+        return StageLayout(self.plan.layers, self.schedule.placement, kinds, unroll, remat_layers)
 
     @property
     def schedule(self) -> Schedule:

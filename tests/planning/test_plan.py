@@ -266,7 +266,7 @@ def test_rows_are_in_the_units_that_people_publish(capsys):
     assert cells["days/T"] == f"{trillion:,.3g}"
 
 
-def test_a_run_has_the_share_of_the_memory_that_jax_allocates(capsys):
+def test_a_plan_fills_92_percent_of_what_jax_allocates(capsys):
     def fits(*words):
         assert main([str(SMALL), "--json", *words]) == 0
         rows = json.loads(capsys.readouterr().out)["schedules"]
@@ -274,7 +274,7 @@ def test_a_run_has_the_share_of_the_memory_that_jax_allocates(capsys):
         return one["fits"], one["bytes"]["total"]
 
     needed = fits()[1]
-    for share, want in ((1.05, False), (1.1, True)):
+    for share, want in ((1.15, False), (1.2, True)):  # of 1 / 0.92 / 0.92
         assert fits("--memory", f"{needed * share / 1000:.0f}kB")[0] == want
 
 

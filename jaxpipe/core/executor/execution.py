@@ -19,6 +19,8 @@ class Execution:
         whose collectives span pp.
       remat: name of a policy in `jaxpipe.core.split.POLICIES`, or one of `jax.checkpoint_policies`:
         which values F may store for B and W.
+      remat_layers: number of layers at the start of every stage of which F stores x alone, whatever
+        `remat` says (Korthikanti et al. 2022, section 5).
       compute_dtype: parameters are cast to it once per step (None: not cast). Gradients are
         accumulated in the dtype of the parameters. In float16, without a loss scale, they are
         divided by the number of loss terms only at the end of the step, since the share of one term
@@ -54,6 +56,7 @@ class Execution:
 
     lockstep: Lockstep = field(default_factory=Lockstep)
     remat: str | Policy = "none"
+    remat_layers: int = 0
     compute_dtype: Any = None
     zero_stage: int = 0
     reshard_after_forward: bool = False

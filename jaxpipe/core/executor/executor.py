@@ -91,7 +91,10 @@ class Pipeline:
             of_stage = len(order) // placement.stages if order else slots // placement.stored_chunks
             counts = (of_stage,) * placement.stages
         kinds = self.functions.layer_kinds(sum(counts))
-        return StageLayout(tuple(counts), placement, kinds, self.execution.unroll_layers)
+        execution = self.execution
+        return StageLayout(
+            tuple(counts), placement, kinds, execution.unroll_layers, execution.remat_layers
+        )
 
     @cached_property
     def tables(self) -> Tables:

@@ -25,7 +25,7 @@ from jaxpipe.core.executor.traced_kind import BufferedKind, TracedKind
 from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, StageLayout
 from jaxpipe.core.mesh.flags import is_trained
 from jaxpipe.core.schedule import TableRow, Tables
-from jaxpipe.core.split.crossing import RECOMPUTED
+from jaxpipe.core.split.crossing import POLICIES, RECOMPUTED, Policy
 
 
 @dataclass(frozen=True)
@@ -109,19 +109,27 @@ class DeviceProgram:
         runs = {slots[run.start]: (i, len(run)) for i, run in enumerate(layout.runs)}
 
         @cache
-        def traced(name: str) -> TracedKind:
+        def traced(name: str, policy: Policy | None) -> TracedKind:
             layer = params.layer_shapes(*runs[name])
             return TracedKind.trace(
                 name, functions[name], layer, x, context, policy, trained, recomputed
             )
 
         @cache
-        def with_rings(name: str, layers: int, on_host: bool) -> BufferedKind:
-            return traced(name).with_rings(self.tables, layers, on_host=on_host)
+        def with_rings(
+            name: str, policy: Policy | None, layers: int, on_host: bool
+        ) -> BufferedKind:
+            return traced(name, policy).with_rings(self.tables, layers, on_host=on_host)
 
         on_host, ring_kinds = layout.first_ring_slots(offloaded), layout.ring_slot_kinds
+        in_full = layout.first_ring_slots(layout.remat_layers if policy else 0)
         kinds = tuple(
-            with_rings(ring_kinds[group.start], len(group), group.start in on_host)
+            with_rings(
+                ring_kinds[group.start],
+                POLICIES["full"] if group.start in in_full else policy,
+                len(group),
+                group.start in on_host,
+            )
             for group in layout.ring_groups
         )
         counts = {

@@ -37,12 +37,15 @@ class StageLayout:
       kinds: the kind of every layer; None: all layers are of one kind.
       unroll: layer slots of one kind in a row are a run if there are more than this many; None:
         every layer slot is a run of its own.
+      remat_layers: the ring slots that the first so many layer slots of any chunk use store other
+        residuals (`Execution.remat_layers`), so these have runs and ring groups of their own.
     """
 
     layers_per_stage: tuple[int, ...]
     placement: Placement | None = None
     kinds: tuple[str, ...] | None = None
     unroll: int | None = None
+    remat_layers: int = 0
 
     @property
     def pp(self) -> int:
@@ -88,9 +91,9 @@ class StageLayout:
         ((range(0, 1), range(1, 4)),)
         """
         first, chunks = 0, []
-        for kinds in self.chunk_kinds:
+        for chunk in range(len(self.chunk_kinds)):
             runs: list[range] = []
-            for _, group in groupby(kinds):
+            for _, group in groupby(map(self._form_of, self.ring_slots_of(chunk))):
                 end = first + len(tuple(group))
                 loops = self.unroll is not None and end - first > max(self.unroll, 1)
                 step = end - first if loops else 1
@@ -120,7 +123,7 @@ class StageLayout:
                 row[first + slot] = layer
         return tuple(map(tuple, rows))
 
-    @property
+    @cached_property
     def ring_slot_kinds(self) -> tuple[str, ...]:
         """The kind of every ring slot: for each kind, the most layer slots that any chunk has.
 
@@ -148,15 +151,32 @@ class StageLayout:
 
         >>> StageLayout((5, 4), kinds=("a", *"bbbb", *"bbbb"), unroll=2).ring_groups
         (range(0, 1), range(1, 5))
+        >>> StageLayout((5,), unroll=1, remat_layers=2).ring_groups
+        (range(0, 2), range(2, 5))
         """
-        looped = {self.slot_kinds[run.start] for run in self.runs if len(run) > 1}
+        looped = {self._form_of(self._ring_slots[run.start]) for run in self.runs if len(run) > 1}
         groups: list[range] = []
-        for ring, kind in enumerate(self.ring_slot_kinds):
-            if kind in looped and groups and self.ring_slot_kinds[groups[-1].start] == kind:
+        for ring in range(len(self.ring_slot_kinds)):
+            form = self._form_of(ring)
+            if form in looped and groups and self._form_of(groups[-1].start) == form:
                 groups[-1] = range(groups[-1].start, ring + 1)
             else:
                 groups.append(range(ring, ring + 1))
         return tuple(groups)
+
+    @cached_property
+    def _ring_slots(self) -> tuple[int, ...]:
+        """The ring slot of every layer slot of a pipeline rank."""
+        chunks = range(len(self.chunk_kinds))
+        return tuple(ring for chunk in chunks for ring in self.ring_slots_of(chunk))
+
+    @cached_property
+    def _remat_ring_slots(self) -> frozenset[int]:
+        return self.first_ring_slots(self.remat_layers)
+
+    def _form_of(self, ring: int) -> tuple[str, bool]:
+        """The kind of a ring slot, and whether it is one of `remat_layers`."""
+        return self.ring_slot_kinds[ring], ring in self._remat_ring_slots
 
     def ring_place_of(self, slot: int) -> tuple[int, int]:
         """The ring group that a layer slot uses, and the index of its ring slot there.
@@ -165,8 +185,7 @@ class StageLayout:
         >>> layout.ring_place_of(0), layout.ring_place_of(2)
         ((0, 0), (1, 1))
         """
-        chunks = range(len(self.chunk_kinds))
-        ring = [ring for chunk in chunks for ring in self.ring_slots_of(chunk)][slot]
+        ring = self._ring_slots[slot]
         group = next(group for group, rings in enumerate(self.ring_groups) if ring in rings)
         return group, ring - self.ring_groups[group].start
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from jaxpipe.config import Config
 from jaxpipe.core.schedule import Costs, Op, Placement, Schedule
 from jaxpipe.core.schedule.simulate import peak_live
-from jaxpipe.planning.cost.costs import LayerCosts, costs_of
+from jaxpipe.planning.cost.costs import LayerCosts, costs_of, ring_costs
 
 if TYPE_CHECKING:
     from jaxpipe.core.mesh import StageLayout
@@ -88,8 +88,7 @@ def least_residuals(config: Config, facts: ScheduleFacts, layout: "StageLayout")
     one microbatch are live at some time, and what R reads of all but that one.
     """
     away = layout.first_ring_slots(config.train.offload_layers)
-    kinds = costs_of(config).kinds
-    here = [kinds[name] for ring, name in enumerate(layout.ring_slot_kinds) if ring not in away]
+    here = [kind for ring, kind in enumerate(ring_costs(config, layout)) if ring not in away]
 
     def least(kind: LayerCosts) -> int:
         if kind.R:

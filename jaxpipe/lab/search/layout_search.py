@@ -21,11 +21,11 @@ from jaxpipe.planning.cost.estimate import (
 from jaxpipe.planning.cost.hardware import Hardware, OpSeconds, op_seconds
 from jaxpipe.planning.cost.memory import layout_of, rank_bytes
 from jaxpipe.planning.devices import Devices
+from jaxpipe.planning.limits import planned_bytes
 from jaxpipe.planning.progress import PlanProgress
 from jaxpipe.planning.resolve import RunPlan, arrange, layers_of, schedule_of
 from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.planning.rules.sizes import resolve_sizes
-from jaxpipe.runtime.environment import usable_share
 from jaxpipe.schedules import find_family
 
 # bytes and seconds of every way to store the state, by microbatch size, placement and layers
@@ -104,7 +104,7 @@ class LayoutSearch:
     Args:
       space: the configurations.
       hardware: by which ops are timed, as `plan` times them.
-      memory: bytes of a device; a configuration may need the share that jax allocates.
+      memory: bytes of a device; a configuration may fill its `planned_bytes`.
       keep: number of results.
       progress: prints how many candidates are done, and the fastest of them.
     """
@@ -115,7 +115,7 @@ class LayoutSearch:
     ):  # fmt: skip
         self.space, self.hardware, self.keep = space, hardware, keep
         self._progress = progress or (lambda line: None)
-        self.usable = memory * usable_share()
+        self.usable = planned_bytes(memory)
         # A run knows the device, and not these links.
         self._devices = Devices(memory=memory, hardware=Hardware(hardware.device))
         self._facts: dict[tuple[object, ...], ScheduleFacts] = {}
@@ -188,9 +188,10 @@ class LayoutSearch:
     def _bounded_schedules(
         self, shape: Config, states: _States, result: SearchResult, numbers: Iterator[int]
     ) -> Iterator[tuple[float, int, Config]]:
-        timed: dict[int, OpSeconds] = {}
+        timed: dict[tuple[int, int], OpSeconds] = {}
         for scheduled in self.space.schedules(shape):
-            number, offloaded = next(numbers), scheduled.train.offload_layers
+            number, train = next(numbers), scheduled.train
+            some = train.offload_layers, train.remat_layers
             result.candidates += 1
             self._progress(lambda: f"search: bounds of {result.candidates:,} candidates")
             try:
@@ -199,9 +200,9 @@ class LayoutSearch:
             except ScheduleError as error:
                 self.space.refusals[str(error)] = None
                 continue
-            if offloaded not in timed:
-                timed[offloaded] = self._least_seconds_of(scheduled)
-            seconds, layout = timed[offloaded], layout_of(scheduled, facts.placement, layers)
+            if some not in timed:
+                timed[some] = self._least_seconds_of(scheduled)
+            seconds, layout = timed[some], layout_of(scheduled, facts.placement, layers)
             key = shape.train.microbatch_size, facts.placement, layers
             if key not in states:
                 states[key] = [

@@ -24,8 +24,8 @@ SEARCHED = {
         "breadth", "layer_split", "unroll_layers",
     ),
     "train": (
-        "grad_accum_steps", "batch_tokens", "microbatch_size", "remat", "offload_layers",
-        "offload_moments",
+        "grad_accum_steps", "batch_tokens", "microbatch_size", "remat", "remat_layers",
+        "offload_layers", "offload_moments",
     ),
 }  # fmt: skip
 
@@ -109,16 +109,17 @@ class SearchSpace:
                 continue
             ahead = ("ahead",) if parallel.pp > 1 else ()  # where a rank may wait
             for remat in self._choose("train.remat", ("full", *ahead, "selective", "none")):
+                recomputed = own.remat_layers * ("train.remat_layers" in self._fixed)
                 train = structs.replace(
                     own, microbatch_size=size, remat=remat, grad_accum_steps=microbatches,
-                    batch_tokens=0,
+                    batch_tokens=0, remat_layers=recomputed,
                 )  # fmt: skip
                 shape = structs.replace(mesh, train=train)
                 if self.is_legal(with_variant(shape, _ANY)):
                     yield shape
 
     def schedules(self, shape: Config) -> Iterator[Config]:
-        """Yield the configurations of a shape by schedule and by layers that are offloaded."""
+        """Yield the configurations of a shape by schedule, and by what is of some layers alone."""
         for variant in self._variants(shape):
             scheduled = with_variant(shape, variant)
             stages = shape.parallel.pp * (
@@ -128,8 +129,18 @@ class SearchSpace:
             counts = dict.fromkeys((0, self.config.train.offload_layers, -(-most // 2), most))
             if shape.train.remat == "ahead":
                 counts = dict.fromkeys((0,))  # it excludes offloading
-            for count in self._choose("train.offload_layers", counts):
-                yield _with(scheduled, train=dict(offload_layers=count))
+            for recomputed in self._recomputed(shape, -(-shape.model.pipeline_layers // stages)):
+                for count in self._choose("train.offload_layers", (0,) if recomputed else counts):
+                    some = dict(remat_layers=recomputed, offload_layers=count)
+                    yield _with(scheduled, train=some)
+
+    def _recomputed(self, shape: Config, longest: int) -> Iterable[int]:
+        """Choose the layers of which B recomputes everything, of at most `longest` in a stage."""
+        counts = dict.fromkeys((0, self.config.train.remat_layers))
+        if shape.train.remat == "selective":  # "none" stores hardly more
+            counts |= dict.fromkeys((-(-longest // 4), -(-longest // 2)))
+        most = 0 if shape.train.remat in ("full", "ahead") else longest - 1
+        return self._choose("train.remat_layers", [count for count in counts if count <= most])
 
     def storages(self, scheduled: Config) -> Iterator[Config]:
         """Yield the configurations of a schedule by ZeRO stage and by where moments are."""

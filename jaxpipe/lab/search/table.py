@@ -71,10 +71,11 @@ def search_table(estimates: Sequence[Estimate]) -> Table:
         parallel, train = config.parallel, config.train
         cells = {name: f"{part / estimate.seconds:z.1%}" for name, part in parts.items()}
         layers = f"{train.offload_layers} layers" if train.offload_layers else ""
+        recomputed = train.remat_layers
         cells |= {
             "mesh": parallel.mesh + " sp" * parallel.sequence_parallel,
             "microbatches": f"{train.grad_accum_steps} x {train.microbatch_size}",
-            "remat": train.remat,
+            "remat": train.remat + (f", full in {recomputed}" if recomputed else ""),
             "ZeRO": str(parallel.zero_stage),
             "offloaded": ", ".join(filter(None, (layers, "moments" * train.offload_moments))),
             "schedule": estimate.label,
@@ -145,7 +146,7 @@ def nothing_found(search: LayoutSearch, result: SearchResult) -> str:
     size, config = result.least
     parallel, train = config.parallel, config.train
     return (
-        f"nothing fits the {search.usable / _GIB:.1f} GiB of a device that jax allocates: the "
+        f"nothing fits the {search.usable / _GIB:.1f} GiB of a device that a plan fills: the "
         f"least need found is {size / _GIB:.1f} GiB or more, with {parallel.mesh}, "
         f"parallel.zero_stage={parallel.zero_stage}, train.microbatch_size="
         f"{train.microbatch_size}, train.remat={train.remat}, train.offload_layers="

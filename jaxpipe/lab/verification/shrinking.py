@@ -52,16 +52,17 @@ def shrink(config: Config) -> SmallerRun:
 
 
 def _fewest_layers(plan: RunPlan, loops: SmallerLoops) -> RunPlan:
-    """The smaller run with the fewest layers per stage that keeps loops and partial offloading.
+    """The smaller run with the fewest layers per stage that keeps loops and what is of some layers.
 
     Without one, the smaller run that was tried first.
     """
-    offloads_some = 0 < plan.config.train.offload_layers < min(plan.layers)
-    least = max(loops.most, 1 + offloads_some)
+    train = plan.config.train
+    of_some = train.remat_layers > 0 or 0 < train.offload_layers < min(plan.layers)
+    least = max(loops.most, 1 + of_some)
     # More of them where a split shortens a stage, or other kinds divide the layers of one.
     for per_stage in range(least, 2 * (least + 1)):
         smaller = _smaller_plan(plan, loops, per_stage)
-        if min(smaller.layers) > offloads_some and not loops.lost_kinds(smaller):
+        if min(smaller.layers) > of_some and not loops.lost_kinds(smaller):
             return smaller
     return _smaller_plan(plan, loops, least)
 
@@ -185,6 +186,7 @@ def _smaller_step(train: TrainConfig, parallel: ParallelConfig) -> TrainConfig:
         compute_dtype="float32",
         fp8="none",
         fused_steps=1,
+        remat_layers=min(train.remat_layers, 1),
         offload_layers=min(train.offload_layers, 1),
         corruption_check_every=0,
     )

@@ -149,8 +149,8 @@ class Reference:
         config, alone = self.config, gpipe_on(self.config)
         size = config.batch_shape["batch_size"]
         train = structs.replace(
-            config.train, microbatch_size=size, loss_chunks=1, remat="none", offload_layers=0,
-            offload_moments=False,
+            config.train, microbatch_size=size, loss_chunks=1, remat="none", remat_layers=0,
+            offload_layers=0, offload_moments=False,
         )  # fmt: skip
         data = DataConfig(source="dummy") if self.separates else config.data
         runtime = structs.replace(config.runtime, cpu_devices=1)

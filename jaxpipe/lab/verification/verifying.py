@@ -146,8 +146,9 @@ def _on_another_mesh(config: Config) -> Config:
     elif size % (4 if config.reads_pairs else 2) == 0:
         mesh["dp"] = 2
     train = structs.replace(
-        config.train, microbatch_size=size // mesh["dp"], loss_chunks=1, offload_layers=0
-    )
+        config.train, microbatch_size=size // mesh["dp"], loss_chunks=1, remat_layers=0,
+        offload_layers=0,
+    )  # fmt: skip
     other = gpipe_on(config, **mesh)
     if mesh["pp"] == 1:
         other = structs.replace(other, unroll_layers=parallel.unroll_layers)

@@ -12,6 +12,7 @@ from jaxpipe.config import Config, DataConfig, ParallelConfig, TrainConfig
 if TYPE_CHECKING:
     import jax
 
+    from jaxpipe.core.mesh import StageLayout
     from jaxpipe.planning.cost.liveness import WorkingSet
 
 
@@ -138,6 +139,22 @@ def costs_of(config: Config) -> ModelCosts:
         _layers.setdefault(of_layers, _traced[key])
         _embed_heads.setdefault(of_embed_head, _traced[key])
     return _traced[key]
+
+
+def recomputing(config: Config) -> Config:
+    """The configuration in which B recomputes all layers, as the first `train.remat_layers`."""
+    train = structs.replace(config.train, remat="full", remat_layers=0)
+    return structs.replace(config, train=train)
+
+
+def ring_costs(config: Config, layout: "StageLayout") -> list[LayerCosts]:
+    """The costs of the layers of every ring slot (`StageLayout.ring_slot_kinds`)."""
+    first, kinds = layout.first_ring_slots(config.train.remat_layers), costs_of(config).kinds
+    of_first = costs_of(recomputing(config)).kinds if first else kinds
+    return [
+        (of_first if ring in first else kinds)[kind]
+        for ring, kind in enumerate(layout.ring_slot_kinds)
+    ]
 
 
 def take_traced(known: Mapping[Config, ModelCosts]) -> None:

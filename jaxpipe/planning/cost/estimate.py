@@ -181,7 +181,7 @@ def gain_over(own: Estimate, fastest: Estimate, memory: float, name: str = "") -
     Args:
       own: of the configuration, which may be for another number of devices.
       fastest: what is recommended.
-      memory: bytes of a device that jax allocates.
+      memory: bytes of a device that a plan may fill.
       name: of `own`, in place of its label.
     """
     own_devices, devices = (one.plan.config.parallel.devices for one in (own, fastest))

@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from jaxpipe.config import Config, ConfigError, to_toml
 from jaxpipe.planning.cost.collectives import resharding_of, sharing_of, tensor_of
-from jaxpipe.planning.cost.costs import ITEMSIZE, LayerCosts, costs_of, essentials
+from jaxpipe.planning.cost.costs import ITEMSIZE, LayerCosts, costs_of, essentials, recomputing
 from jaxpipe.planning.cost.seconds import (
     NO_COPIES,
     NO_EXCHANGE,
+    NO_RECOMPUTATION,
     Copies,
     LayerSeconds,
     LayerShare,
     OpSeconds,
+    Recomputation,
 )
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.devices import DEVICES, Device
@@ -89,6 +92,7 @@ def analytic(config: Config, hardware: Hardware) -> OpSeconds:
         head=costs.head * max(1, config.parallel.vocab_shared_by) / hardware.flops,
         transfer=costs.message / hardware.link,
         copies=copies_of(config, hardware),
+        again=recomputation_of(config, hardware),
         exchange=LayerSeconds(
             **{
                 op: costs.mean(lambda kind, op=op: kind.exchanged[op]) / hardware.network
@@ -146,6 +150,19 @@ def copies_of(config: Config, hardware: Hardware) -> Copies:
     return Copies(config.train.offload_layers, F=both, B=both, W=own)
 
 
+def recomputation_of(config: Config, hardware: Hardware) -> Recomputation:
+    """Seconds of B that `train.remat_layers` add, with collectives, for the mean layer."""
+    if not config.train.remat_layers:
+        return NO_RECOMPUTATION
+    alike = structs.replace(config, train=structs.replace(config.train, remat_layers=0))
+    less, more = (analytic(one, hardware) for one in (alike, recomputing(config)))
+    layer, exchange, sharing, tensor = (
+        getattr(more, name).B - getattr(less, name).B
+        for name in ("layer", "exchange", "sharing", "tensor")
+    )
+    return Recomputation(config.train.remat_layers, layer + exchange + sharing + tensor)
+
+
 def read_measured(path: AnyPath) -> OpSeconds:
     """Read measured seconds, as `python -m jaxpipe.bench ops` writes them.
 
@@ -185,13 +202,18 @@ def measured_seconds(config: Config) -> OpSeconds | None:
 def op_seconds(config: Config, hardware: Hardware | None = None) -> OpSeconds:
     """Return measured seconds if there are any (`parallel.costs`), else those of the hardware.
 
-    Copies with the host are never measured, nor what layers of one kind take of the mean layer.
+    Copies with the host are never measured, nor what `train.remat_layers` recomputes, nor what
+    layers of one kind take of the mean layer.
     """
     hardware, measured = hardware or Hardware(), measured_seconds(config)
     if measured is None:
         return analytic(config, hardware)
-    copies = copies_of(config, hardware)
-    return msgspec.structs.replace(measured, copies=copies, **_rates(config, hardware))
+    return structs.replace(
+        measured,
+        copies=copies_of(config, hardware),
+        again=recomputation_of(config, hardware),
+        **_rates(config, hardware),
+    )
 
 
 def own_costs(config: Config) -> AnyPath:

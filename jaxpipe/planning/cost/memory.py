@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.config import Config
 from jaxpipe.core.schedule import Placement, Tables
-from jaxpipe.planning.cost.costs import ITEMSIZE, LayerCosts, ModelCosts, costs_of, size_of
+from jaxpipe.planning.cost.costs import (
+    ITEMSIZE,
+    LayerCosts,
+    ModelCosts,
+    costs_of,
+    ring_costs,
+    size_of,
+)
 from jaxpipe.planning.cost.state_sizes import FLOAT32, StoredValues, stored_values
 
 if TYPE_CHECKING:
@@ -80,7 +87,7 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
     logits = logits_of(config)
     activations = host = 0
     if tables is not None:
-        rings = _rings(costs, layout, tables, train.offload_layers)
+        rings = _rings(config, layout, tables)
         activations = rings.device + _messages(costs, tables) + tables.slots.head * logits * item
         host = rings.host
     moments = trained.moments + embed_head.moments
@@ -92,7 +99,7 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
         * (sums * (1 + mirrored) + embed_head.full + of_layers * embed_head.of_layers),
         copies=item * read,
         activations=activations,
-        working=_working(costs, layout, tables),
+        working=_working(config, layout, tables),
         host=host + train.offload_moments * moments,
         kept=overlaps * (FLOAT32 * trained.shard + embed_head.of_rank + frozen_embed_head.of_rank),
     )
@@ -106,7 +113,7 @@ def logits_of(config: Config) -> int:
     return tokens // train.loss_chunks * vocabulary
 
 
-def _working(costs: ModelCosts, layout: "StageLayout", tables: Tables | None) -> int:
+def _working(config: Config, layout: "StageLayout", tables: Tables | None) -> int:
     """Bytes of the cell that holds most, beside what is stored.
 
     XLA may write the results of a layer to ring buffers while the next layer runs, but no later
@@ -115,17 +122,20 @@ def _working(costs: ModelCosts, layout: "StageLayout", tables: Tables | None) ->
     than they free. Of a pair, F ends with the B of as many layers, beside which the W of layers
     before may run.
     """
+    costs = costs_of(config)
     if tables is None:
         kinds = [costs.kinds[kind].working for kind in {*layout.slot_kinds}]
         return max(costs.head_bytes, *(kind[op].peak for kind in kinds for op in "FBW"))
+    of_rings = ring_costs(config, layout)
 
-    def of_chunk(op: str, kinds: Sequence[str]) -> int:
-        layers = [costs.kinds[kind].working[op] for kind in kinds]
+    def of_chunk(op: str, rings: Sequence[int]) -> int:
+        layers = [of_rings[ring].working[op] for ring in rings]
         others = sorted(layer.results for layer in layers)[1:]
         return max(layer.peak for layer in layers) + sum(others[-1:])
 
     def largest(op: str) -> int:
-        return max(of_chunk(op, kinds) for kinds in layout.chunk_kinds if kinds)
+        chunks = map(layout.ring_slots_of, range(len(layout.chunk_kinds)))
+        return max(of_chunk(op, rings) for rings in chunks if rings)
 
     alone = max(map(len, layout.chunk_kinds)) == 1
     pairs = [largest("F") + largest("B" if alone else pair.op.name) for pair in tables.pairs]
@@ -150,12 +160,14 @@ class RingBytes(NamedTuple):
     host: int
 
 
-def _rings(costs: ModelCosts, layout: "StageLayout", tables: Tables, offloaded: int) -> RingBytes:
-    """Bytes of the ring buffers of a rank's layers; of every stage `offloaded` are on the host."""
-    away, slots, device, host = layout.first_ring_slots(offloaded), tables.slots, 0, 0
-    alike = Counter((kind, ring in away) for ring, kind in enumerate(layout.ring_slot_kinds))
-    for (name, on_host), count in alike.items():
-        kind = costs.kinds[name]
+def _rings(config: Config, layout: "StageLayout", tables: Tables) -> RingBytes:
+    """Bytes of the ring buffers of a rank's layers, on the device and on its host."""
+    away, slots = layout.first_ring_slots(config.train.offload_layers), tables.slots
+    every, device, host = ring_costs(config, layout), 0, 0
+    kinds = {id(kind): kind for kind in every}
+    alike = Counter((id(kind), ring in away) for ring, kind in enumerate(every))
+    for (number, on_host), count in alike.items():
+        kind = kinds[number]
         ring = ring_bytes(kind, tables, on_host=on_host)
         device += count * (ring.device + (slots.state + slots.dstate) * kind.state)
         host += count * ring.host
@@ -184,4 +196,5 @@ def layout_of(config: Config, placement: Placement, layers: tuple[int, ...]) -> 
     """Return the stage layout of a configuration's layers under a placement."""
     from jaxpipe.core.mesh import StageLayout
 
-    return StageLayout(layers, placement, costs_of(config).order)
+    order, remat_layers = costs_of(config).order, config.train.remat_layers
+    return StageLayout(layers, placement, order, remat_layers=remat_layers)

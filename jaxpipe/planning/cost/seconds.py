@@ -39,6 +39,20 @@ class Copies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 NO_COPIES = Copies(layers=0, F=0.0, B=0.0, W=0.0)
 
 
+class Recomputation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds that B takes longer in a stage's first `layers` layers (`train.remat_layers`)."""
+
+    layers: int
+    B: float
+
+    def of_stage(self, count: int) -> float:
+        """Seconds of a stage of `count` layers."""
+        return min(self.layers, count) * self.B
+
+
+NO_RECOMPUTATION = Recomputation(layers=0, B=0.0)
+
+
 class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of F, B and W of one layer, and of BW if it was measured; else 0.
 
@@ -87,6 +101,8 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       layer: the mean layer, compute alone unless measured.
       transfer: a message to each of both neighbours at once, as every tick sends them.
       copies: of residuals that are offloaded to the host; computed, never measured.
+      again: what B of a stage's first layers recomputes, more than `layer`; computed, never
+        measured.
       exchange: all-to-alls of a layer over ep; 0 if `layer` is measured and so contains them.
       sharing: waits of a layer for replicas: those that share its sequences, and those that have
         the other shards of its parameters where every action gathers them; 0 if `layer` is
@@ -103,6 +119,7 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     embed: float = 0.0
     embed_gradient: float = 0.0  # the embedding's share of B
     copies: Copies = NO_COPIES
+    again: Recomputation = NO_RECOMPUTATION
     exchange: LayerSeconds = NO_EXCHANGE
     sharing: LayerSeconds = NO_EXCHANGE
     tensor: LayerSeconds = NO_EXCHANGE
@@ -179,5 +196,7 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             exchanged[1:] = [sum(exchanged[1:]) / 2] * 2
             copied[1:] = [copies.B / 2] * 2
         seconds = [copies.beside(c, op + x, n) for c, op, x in zip(copied, computed, exchanged)]
+        again = self.again.of_stage(n)
+        seconds[1:] = [seconds[1] + again, seconds[2]] if split else [seconds[1] + again / 2] * 2
         seconds.append(n * (f * layer.R + waits.R + x * exchange.R))
         return seconds, [n * op for op in exchanged]

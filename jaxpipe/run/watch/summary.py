@@ -53,7 +53,7 @@ def _run_table(trainer: Trainer, tables: Tables, report: SimulationReport) -> Ta
         + ("" if train.fp8 == "none" else f", products of layers in fp8 ({train.fp8} scaling)"),
         "schedule": (
             f"{trainer.schedule.name}, {tables.ticks} ticks, of which a transfer takes "
-            f"{tables.lockstep.transfer_ticks}, remat {train.remat}"
+            f"{tables.lockstep.transfer_ticks}, {train.rematerialisation}"
         ),
         "embedding, head": (
             "on all pipeline ranks, each with a shard of the vocabulary"

@@ -62,6 +62,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "train": {
         "steps": [10], "grad_accum_steps": [4, 8], "microbatch_size": [1, 2, 3], "seq_len": [64],
         "remat": ["none", "selective", "full"], "offload_layers": [0, 0, 0, 1],
+        "remat_layers": [0, 0, 0, 1],
         "loss_chunks": [1, 1, 2], "z_loss": [0.0, 0.0, 0.001],
     },
     "data": {"packing": ["none", "none", "best_fit", "sequential"]},

@@ -93,6 +93,15 @@ def test_partial_offloading_stays_partial(overrides):
     assert min(plan.layers) >= 2
 
 
+@pytest.mark.parametrize("overrides", [(), ("parallel.unroll_layers=1",)], ids=["", "in loops"])
+def test_some_layers_stay_rematerialised(overrides):
+    smaller, plan = shrunk(
+        "quickstart", "model.n_layers=16", "train.remat_layers=3", *overrides
+    )  # fmt: skip
+    assert smaller.config.train.remat_layers == 1
+    assert min(plan.layers) >= 2
+
+
 def test_full_offloading_stays_full():
     smaller, plan = shrunk("quickstart", "model.n_layers=16", "train.offload_layers=4")
     assert (smaller.config.train.offload_layers, set(plan.layers)) == (1, {1})
