@@ -13,6 +13,7 @@ from jaxpipe.data.batches import DataSplit
 from jaxpipe.runtime import position
 from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.programs.compile_cache import compile_timed
+from jaxpipe.runtime.programs.exposed import why_exposed
 from jaxpipe.runtime.programs.program_store import load_program
 from jaxpipe.training.fused import FusedSteps
 from jaxpipe.training.state import State
@@ -93,6 +94,8 @@ class CompiledSteps:
                 stored=self._trainer.programs.find(key, state, batch),
             )  # fmt: skip
             self._say(f"{key}: {took}")
+            if warning := why_exposed(self._met[key], jax.local_devices()[0]):
+                self._say(f"warning: {key}: {warning}")
             self._group.barrier(f"compiled {key}")
             position.enter(phase)
         return self._met[key]

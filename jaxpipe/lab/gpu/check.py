@@ -20,6 +20,7 @@ from jaxpipe.lab.gpu.program import GraphCoverage, Program, read_graph_coverage
 from jaxpipe.lab.gpu.seconds import StepSeconds, estimate_seconds
 from jaxpipe.lab.gpu.temporaries import Temporary, read_temporaries
 from jaxpipe.planning import RunPlan
+from jaxpipe.planning.limits import PLANNED_SHARE
 from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.runtime.environment import usable_share
 from jaxpipe.runtime.programs import compiler
@@ -34,6 +35,8 @@ _CUDNN = (
     "nvidia-cudnn-cu13 (0.5 GB), or give model.attention=xla."
 )
 
+_SPARE = 4  # times the memory of a card: no step that a card could run would take as much
+_FEW = 0.8  # of the bytes of collectives in the loop: if fewer are hidden, memory may be why
 _THUNKS = "*thunk_sequence_after_thunk_passes.txt"
 
 
@@ -56,6 +59,19 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
+class WithRoom:
+    """The same step, compiled for a card of the kind whose memory is not short.
+
+    Attributes:
+      peak: bytes of a device.
+      hidden: share of the bytes of collectives in the loop that are behind compute.
+    """
+
+    peak: int
+    hidden: float
+
+
+@dataclass(frozen=True)
 class CompiledReport:
     """Facts about the compiled step.
 
@@ -69,6 +85,8 @@ class CompiledReport:
       dropped: options that the installed XLA lacks.
       phases: phases of phased permutes, which are synchronous; 1: permutes are not phased.
       note: how the experts' matrix products run, as a run logs at its start.
+      with_room: the step with more memory, if it does not fit, or nearly fills the memory and hides
+        few collectives.
     """
 
     card: str
@@ -88,6 +106,14 @@ class CompiledReport:
     dropped: tuple[str, ...]
     phases: int = 1
     note: str = ""
+    with_room: WithRoom | None = None
+
+    @property
+    def ran_short(self) -> bool:
+        """Whether XLA hides fewer collectives than it would with more memory."""
+        if self.with_room is None:
+            return False
+        return self.collectives.hidden_in_loop < _FEW * self.with_room.hidden
 
     @property
     def fits(self) -> bool:
@@ -129,15 +155,19 @@ def check_step(plan: RunPlan, card: str, save: Path | None = None) -> CompiledRe
     program = Program(compiled.as_text())
     ops = estimate_seconds(program, DEVICES[card.upper()], cards.card_bandwidth(card))
     layers = sum(map(len, trainer.layout.chunk_kinds))
+    taken, collectives = _read_memory(compiled), Collectives(program, trainer.mesh.shape)
+    nearly_full = taken.peak > usable * PLANNED_SHARE
+    short = nearly_full and (taken.peak > usable or collectives.hidden_in_loop < _FEW)
+    larger = describe_devices(card, _SPARE * memory, topology) if short else ()
     return CompiledReport(
         card=card,
         devices=trainer.mesh.size,
         topology=topology,
         memory=memory,
         usable=usable,
-        bytes=_read_memory(compiled),
+        bytes=taken,
         program=program,
-        collectives=Collectives(program, trainer.mesh.shape),
+        collectives=collectives,
         products=count_products(program),
         graphs=graphed,
         temporaries=largest,
@@ -147,7 +177,19 @@ def check_step(plan: RunPlan, card: str, save: Path | None = None) -> CompiledRe
         dropped=tuple(compiler.accepted(own)[1]),
         phases=plan.lockstep.phases,
         note=trainer.grouped.note,
+        with_room=_compile_with_room(plan, larger, options) if larger else None,
     )
+
+
+def _compile_with_room(
+    plan: RunPlan, devices: tuple[jax.Device, ...], options: dict[str, Any]
+) -> WithRoom:
+    """Compile the step again, for devices with more memory."""
+    trainer = Trainer(plan, devices)
+    compiled = _compile(lower_step(trainer)[1], options)
+    program = Program(compiled.as_text())
+    collectives = Collectives(program, trainer.mesh.shape)
+    return WithRoom(_read_memory(compiled).peak, collectives.hidden_in_loop)
 
 
 def describe_devices(card: str, usable: int, topology: str) -> tuple[jax.Device, ...]:

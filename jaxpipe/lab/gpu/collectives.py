@@ -89,6 +89,12 @@ class Collectives:
             for (outside, kind, axes), of in sorted(groups.items())
         )
 
+    @property
+    def hidden_in_loop(self) -> float:
+        """Share of the bytes of collectives in the loop that are behind compute; 1 of none."""
+        size, hidden = _sum_bytes([one for one in self if one.looped])
+        return hidden / size if size else 1.0
+
     def __iter__(self) -> Iterator[Collective]:
         computations, looped = self.program.computations, self.program.looped
         every = [one for instructions in computations.values() for one in instructions]

@@ -11,6 +11,7 @@ from jaxpipe.lab.gpu.check import CompiledReport
 from jaxpipe.lab.gpu.collectives import CollectiveShare
 from jaxpipe.lab.gpu.products import ProductCount
 from jaxpipe.lab.gpu.program import shape_bytes
+from jaxpipe.planning.limits import PLANNED_SHARE
 
 _LISTED = 12  # temporaries in `--json`
 _SHOWN = 4  # kinds of temporaries in the text
@@ -27,6 +28,8 @@ def report_as_json(report: CompiledReport) -> dict[str, Any]:
         "memory": report.memory,
         "usable": report.usable,
         "fits": report.fits,
+        "with_room": report.with_room and asdict(report.with_room),
+        "ran_short": report.ran_short,
         "bytes": asdict(report.bytes),
         "permutes": {
             "asynchronous": len(program.permutes) - waits,
@@ -76,6 +79,7 @@ def report_lines(report: CompiledReport) -> list[str]:
         f"{temporaries}, outputs {outputs} of which {aliased} in place of arguments; without "
         f"CUDA's context and NCCL's buffers)",
         *_advice(report),
+        *_with_room(report),
         _permutes(report),
         *_host(report),
         "copies in the loop: " + (
@@ -101,6 +105,23 @@ def _advice(report: CompiledReport) -> list[str]:
         f"jax takes {share:.0%} of the memory: set XLA_PYTHON_CLIENT_MEM_FRACTION above "
         f"{report.bytes.peak / report.memory:.2f}, here and for the run"
     ]
+
+
+def _with_room(report: CompiledReport) -> list[str]:
+    """Format what the step needs where memory is not short, and what the shortage costs."""
+    if report.with_room is None:
+        return []
+    needed = readable_bytes(report.with_room.peak)
+    lines = [f"on a card of the kind with more memory the step takes {needed}"]
+    if report.ran_short:
+        lines.append(
+            f"XLA ran out of memory while scheduling: {report.collectives.hidden_in_loop:.0%} of "
+            f"the bytes of collectives in the loop are behind compute, with more memory "
+            f"{report.with_room.hidden:.0%}: lower train.microbatch_size, or raise "
+            f"train.remat_layers, until the plan takes at most "
+            f"{readable_bytes(report.usable * PLANNED_SHARE)}"
+        )
+    return lines
 
 
 def _permutes(report: CompiledReport) -> str:
