@@ -58,13 +58,13 @@ def smaller_meshes(config: Config, devices: Devices) -> Iterator[Config]:
       config: with concrete sizes.
       devices: those that are left; a mesh takes whole processes.
     """
-    parallel, least = config.parallel, config.runtime.min_devices
+    parallel, least, left = config.parallel, config.runtime.min_devices, devices.count or 0
     microbatches = parallel.dp * config.train.grad_accum_steps
     sizes = [
         (pp, dp)
         for pp in range(1, config.model.pipeline_layers + 1)
         for dp in range(1, parallel.dp + 1)
-        if least <= pp * dp * parallel.tp <= devices.count
+        if least <= pp * dp * parallel.tp <= left
         and pp * dp * parallel.tp % devices.per_process == 0
         and microbatches % dp == 0
     ]
@@ -103,7 +103,7 @@ def _describe(before: Config, plan: RunPlan, devices: Devices) -> str:
         old, new = (getattr(getattr(one, section), key) for one in (before, plan.config))
         if old != new:
             changed.append(f"{section}.{key}={new} instead of {old}")
-    unused = devices.count - plan.devices.count
+    unused = (devices.count or 0) - plan.config.parallel.devices
     return (
         f"{devices.count} of {before.parallel.devices} devices are left (runtime.min_devices="
         f"{before.runtime.min_devices}): {', '.join(changed)}; a step keeps its "

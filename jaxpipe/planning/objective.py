@@ -1,5 +1,8 @@
 """The loss that a configuration names. Importing this imports jax."""
 
+from collections.abc import Callable
+from typing import Any
+
 from jaxpipe.config import Config, ConfigError, first_line, load_function
 from jaxpipe.model.objective import LOSS, Objective
 from jaxpipe.model.preference import DpoLoss
@@ -14,6 +17,7 @@ def objective_of(config: Config) -> Objective | None:
     train, preference = config.train, config.preference
     if train.loss == "cross_entropy":
         return None
+    function: Callable[..., Any]
     if config.reads_pairs:
         function = DpoLoss(preference.beta, preference.label_smoothing)
     else:

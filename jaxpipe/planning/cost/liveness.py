@@ -42,7 +42,7 @@ class JaxprValue(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of its array."""
-        aval = self.var.aval
+        aval: Any = self.var.aval
         return prod(aval.shape) * aval.dtype.itemsize
 
 
@@ -138,7 +138,7 @@ def _written(
         if not step.name.startswith(_PRODUCTS):
             continue
         (product,) = (last,) = step.makes
-        while len(after := readers.get(last, ())) == 1 and after[0].name in _RENAMES:
+        while len(after := readers.get(last, [])) == 1 and after[0].name in _RENAMES:
             (last,) = after[0].makes
         if not after:
             written.discard(product)
@@ -189,11 +189,14 @@ def _steps(
             inside = dict(zip(body.invars, reads))
             yield from _steps(body, inside, number, calls)
             for result, of in zip(eqn.outvars, body.outvars):
-                is_new = isinstance(of, Var)
-                names[result] = inside.get(of, JaxprValue(of, number)) if is_new else of
+                if isinstance(of, Literal):
+                    names[result] = of
+                else:
+                    names[result] = inside.get(of, JaxprValue(of, number))
             continue
         inner = [working_set(body).peak for body in bodies if name in _BODIES]
-        inner = inner or [cudnn.workspace(name, tuple(var.aval.shape for var in eqn.invars))]
+        avals: list[Any] = [var.aval for var in eqn.invars]
+        inner = inner or [cudnn.workspace(name, tuple(aval.shape for aval in avals))]
         made = tuple(map(named, eqn.outvars))
         if name == "optimization_barrier":  # it orders operations and copies nothing
             names |= dict(zip(eqn.outvars, reads))
@@ -201,7 +204,7 @@ def _steps(
         yield Step(
             name,
             tuple(value for value in reads if isinstance(value, JaxprValue)),
-            made,
+            tuple(value for value in made if isinstance(value, JaxprValue)),
             inner[-1] if eqn.params.get("branches_platforms") else max(inner),
         )
 

@@ -1,14 +1,19 @@
 """Numbers of values that one device stores of parameters and of optimizer states."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from msgspec.structs import replace
 
 from jaxpipe.config import Config, OptimizerConfig
 from jaxpipe.core.contract.parameter import DP, EP, PP, RP, TP, ZERO_AXES, ShardingPlan
 from jaxpipe.planning.cost.costs import ITEMSIZE, costs_of, essentials
+
+if TYPE_CHECKING:
+    from jaxpipe.core.mesh import ParamSharding, Sharding
 
 FLOAT32 = 4
 Axes = tuple[str, ...]
@@ -62,75 +67,104 @@ _known: dict[tuple[Any, ...], tuple[dict[str, TrainedAndFrozen], TrainedAndFroze
 def _values_on(
     model: Config, optimizer: OptimizerConfig, sizes: tuple[int, ...], zero_stage: int
 ) -> tuple[dict[str, TrainedAndFrozen], TrainedAndFrozen]:
-    """`stored_values` on a mesh of these sizes. Moments are what the optimizer's `init` returns.
+    """`stored_values` on a mesh of these sizes."""
+    state = _ShardedState.of(model, optimizer, sizes, zero_stage)
 
-    Arrays of an optimizer that belong to no parameter, such as a count, are left out.
+    def of_slot(slot: int) -> Select:
+        return lambda tree: tree["layers"][slot]
+
+    kinds = enumerate(costs_of(model).kinds)
+    by_kind = {name: state.values(of_slot(slot)) for slot, name in kinds}
+    return by_kind, state.values(lambda tree: tree["embed_head"], (PP,))
+
+
+@dataclass(frozen=True)
+class _ShardedState:
+    """Shapes of parameters and of the optimizer's state, and how a mesh stores them.
+
+    Attributes:
+      sharding: of stage-stacked trees.
+      mesh: its sizes by axis.
+      params: padded shapes, stage-stacked.
+      moments: stage-stacked trees of what the optimizer's `init` returns, without arrays that
+        belong to no parameter, such as a count.
+      itemsize: bytes of a value in the compute dtype.
     """
-    import jax  # imported here: planning imports no jax
 
-    from jaxpipe.core.mesh import Sharding, stage_stacked_trees
-    from jaxpipe.optimizer import build
+    sharding: "Sharding"
+    mesh: Mapping[str, int]
+    params: Any
+    moments: Sequence[Any]
+    itemsize: int
 
-    costs = costs_of(model)
-    kinds = [kind.parameters for kind in costs.kinds.values()]
-    mesh = jax.sharding.AbstractMesh(sizes, (PP, RP, DP, EP, TP))
-    sharding = Sharding(mesh, costs.embed_head.specs, lambda slot: kinds[slot].specs, zero_stage)
-    stack = lambda leaf: jax.ShapeDtypeStruct((sizes[0], *leaf.shape), leaf.dtype)  # noqa: E731
-    layers = tuple(jax.tree.map(stack, kind.shapes) for kind in kinds)
-    params = {"embed_head": costs.embed_head.shapes, "layers": layers}
-    params = jax.eval_shape(sharding.pad, params)
-    state = jax.eval_shape(build(optimizer, 1, sharding.param_shardings).init, params)
-    state = stage_stacked_trees(state)
+    @classmethod
+    def of(
+        cls, model: Config, optimizer: OptimizerConfig, sizes: tuple[int, ...], zero_stage: int
+    ) -> Self:
+        """The state of a model with an optimizer on a mesh of these sizes."""
+        import jax  # imported here: planning imports no jax
 
-    def values(select: Select, ranks: Axes, trained: bool) -> StoredValues:
-        def each(tree: Any, gathered: Axes = (), always: Axes = (), unit: int = 0) -> Iterator[int]:
-            """Bytes of every selected array, gathered over some axes; `unit`: of a value."""
-            leaves, stored = jax.tree.leaves(select(tree)), select(sharding.param_shardings(tree))
-            for leaf, how in zip(leaves, jax.tree.leaves(stored)):
-                if how.param.trained == trained:
-                    axes = *always, *(a for a in gathered if a not in how.param.sharded_axes)
-                    plan, shape = ShardingPlan(how.dim_axes, how.padding), leaf.shape
-                    size = plan.shard_size(how.unpadded_shape(shape), mesh.shape, gathered=axes)
-                    yield (unit or leaf.dtype.itemsize) * size
+        from jaxpipe.core.mesh import Sharding, stage_stacked_trees
+        from jaxpipe.optimizer import build
 
-        def held(tree: Any, *gathered: Axes, unit: int = 0) -> int:
-            return sum(each(tree, *gathered, unit=unit))
+        costs = costs_of(model)
+        kinds = [kind.parameters for kind in costs.kinds.values()]
+        mesh: Any = jax.sharding.AbstractMesh(sizes, (PP, RP, DP, EP, TP))
+        specs = costs.embed_head.specs
+        sharding = Sharding(mesh, specs, lambda slot: kinds[slot].specs, zero_stage)
+        stack = lambda leaf: jax.ShapeDtypeStruct((sizes[0], *leaf.shape), leaf.dtype)  # noqa: E731
+        layers = tuple(jax.tree.map(stack, kind.shapes) for kind in kinds)
+        params = {"embed_head": costs.embed_head.shapes, "layers": layers}
+        params = jax.eval_shape(sharding.pad, params)
+        state = jax.eval_shape(build(optimizer, 1, sharding.param_shardings).init, params)
+        itemsize = ITEMSIZE[model.train.compute_dtype]
+        return cls(sharding, mesh.shape, params, stage_stacked_trees(state), itemsize)
 
-        def reduced() -> float:
-            """Values of the selected arrays that a ring of `(RP, *ZERO_AXES, *ranks)` sends."""
-            total = 0.0
-            leaves, stored = (
-                jax.tree.leaves(select(params)),
-                select(sharding.param_shardings(params)),
-            )
-            for leaf, how in zip(leaves, jax.tree.leaves(stored)):
-                axes = {RP, *ZERO_AXES, *ranks} - {*how.param.sharded_axes}
-                devices = prod(mesh.shape[axis] for axis in axes)
-                if how.param.trained:
-                    plan = ShardingPlan(how.dim_axes, how.padding)
-                    shape = how.unpadded_shape(leaf.shape)
-                    full = plan.shard_size(shape, mesh.shape, gathered=tuple(axes))
-                    total += full * (devices - 1) / devices
-            return total
+    def values(self, select: Select, ranks: Axes = ()) -> TrainedAndFrozen:
+        """What a device stores of a part; `ranks`: axes of ranks that gather it for its ops."""
+        return self._values(select, ranks, True), self._values(select, ranks, False)
 
-        item = FLOAT32 if trained else ITEMSIZE[model.train.compute_dtype]
-        stored, full = each(params, unit=1), [*each(params, (*ZERO_AXES, *ranks), unit=1)]
+    def _values(self, select: Select, ranks: Axes, trained: bool) -> StoredValues:
+        each = partial(self._bytes, select, trained)
+        params = partial(each, self.params, unit=1)
+        stored, full = [*params()], [*params((*ZERO_AXES, *ranks))]
+        item = FLOAT32 + FLOAT32 if trained else self.itemsize
+        of_rank = sum(each(self.params, ranks, unit=item))
         return StoredValues(
-            shard=held(params, unit=1),
+            shard=sum(stored),
             full=sum(full),
             gathered=sum(size for size, shard in zip(full, stored) if size != shard),
-            of_layers=held(params, ZERO_AXES, ranks, unit=1),
-            moments=sum(held(tree) for tree in state),
-            of_rank=held(params, ranks, unit=item + FLOAT32 * trained)
-            + sum(held(tree, ranks) for tree in state),
-            reduced=reduced() if trained else 0.0,
+            of_layers=sum(params(ZERO_AXES, ranks)),
+            moments=sum(sum(each(tree)) for tree in self.moments),
+            of_rank=of_rank + sum(sum(each(tree, ranks)) for tree in self.moments),
+            reduced=sum(self._reduced(select, ranks), 0.0) if trained else 0.0,
         )
 
-    def both(select: Select, ranks: Axes = ()) -> TrainedAndFrozen:
-        return values(select, ranks, trained=True), values(select, ranks, trained=False)
+    def _bytes(
+        self, select: Select, trained: bool, tree: Any, gathered: Axes = (), always: Axes = (),
+        unit: int = 0,
+    ) -> Iterator[int]:  # fmt: skip
+        """Bytes of every selected array, gathered over some axes; `unit`: of a value."""
+        for leaf, how in self._selected(select, tree):
+            if how.param.trained == trained:
+                axes = *always, *(a for a in gathered if a not in how.param.sharded_axes)
+                yield (unit or leaf.dtype.itemsize) * self._shard_size(leaf, how, axes)
 
-    by_kind = {
-        name: both(lambda tree, slot=slot: tree["layers"][slot])
-        for slot, name in enumerate(costs.kinds)
-    }
-    return by_kind, both(lambda tree: tree["embed_head"], (PP,))
+    def _reduced(self, select: Select, ranks: Axes) -> Iterator[float]:
+        """Values of the selected arrays that a ring of `(RP, *ZERO_AXES, *ranks)` sends."""
+        for leaf, how in self._selected(select, self.params):
+            axes = {RP, *ZERO_AXES, *ranks} - {*how.param.sharded_axes}
+            devices = prod(self.mesh[axis] for axis in axes)
+            if how.param.trained:
+                yield self._shard_size(leaf, how, tuple(axes)) * (devices - 1) / devices
+
+    def _selected(self, select: Select, tree: Any) -> Iterator[tuple[Any, "ParamSharding"]]:
+        """The selected arrays of a stage-stacked tree, each with how it is stored."""
+        import jax
+
+        stored = select(self.sharding.param_shardings(tree))
+        return zip(jax.tree.leaves(select(tree)), jax.tree.leaves(stored))
+
+    def _shard_size(self, leaf: Any, how: "ParamSharding", gathered: Axes) -> int:
+        plan, shape = ShardingPlan(how.dim_axes, how.padding), how.unpadded_shape(leaf.shape)
+        return plan.shard_size(shape, self.mesh, gathered=gathered)

@@ -31,7 +31,8 @@ def settings_page() -> str:
     """Return the page: a table of every section, and of what each family of models adds."""
     of_setting: dict[str, list[str]] = {}
     for _, rule in rules():
-        of_setting.setdefault(re.match(r"`([\w.]+)", rule)[1], []).append(rule)
+        _, setting, _ = re.split(r"`([\w.]+)", rule, maxsplit=1)
+        of_setting.setdefault(setting, []).append(rule)
     parts = [_INTRODUCTION]
     for section, record in _tables():
         heading, rows = (record.__doc__ or "").splitlines()[0], []
@@ -71,14 +72,16 @@ def _comments(record: type[Struct]) -> dict[str, str]:
         if token.type == tokenize.COMMENT and not token.string.startswith("# fmt:")
     }
     comments = {}
-    for node in ast.parse(source).body[0].body:
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.ClassDef)
+    for node in definition.body:
         if not isinstance(node, ast.AnnAssign) or "ClassVar" in ast.unparse(node.annotation):
             continue
-        first = node.lineno
+        first, last = node.lineno, node.end_lineno or node.lineno
         while found.get(first - 1, ("", False))[1]:
             first -= 1
-        lines = (found[line][0] for line in range(first, node.end_lineno + 1) if line in found)
-        comments[node.target.id] = " ".join(lines)
+        lines = (found[line][0] for line in range(first, last + 1) if line in found)
+        comments[ast.unparse(node.target)] = " ".join(lines)
     return comments
 
 
