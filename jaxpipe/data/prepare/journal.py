@@ -1,4 +1,4 @@
-"""The journal of a folder that is being prepared, and the folder's lock.
+"""The journal of a folder that is being prepared, the folder's lock, and its end.
 
 The journal lists the complete shards, so that a killed run can continue.
 """
@@ -14,8 +14,17 @@ from pathlib import Path
 import msgspec
 
 from jaxpipe.config import ConfigError
-from jaxpipe.data.shards.manifest import JOURNAL, MANIFEST, HistogramBin, ShardEntry, read_manifest
-from jaxpipe.runtime.storage.writing import replace_atomically
+from jaxpipe.data.shards.manifest import (
+    JOURNAL,
+    MANIFEST,
+    FolderManifest,
+    HistogramBin,
+    ShardEntry,
+    find_manifest,
+    read_manifest,
+)
+from jaxpipe.runtime.storage.writing import replace_atomically, sync_folder
+from jaxpipe.tokenizer.files import TokenizerFiles
 
 _SHARD = re.compile(r"\d{6,}\.(bin|idx|mask)")
 _UNFINISHED = re.compile(r".+\.[0-9a-f]{32}\.tmp")  # see `replace_atomically`
@@ -89,6 +98,36 @@ def read_date(folder: Path) -> str:
     if (folder / JOURNAL).exists() or not (folder / MANIFEST).exists():
         return next((one.date for one in _read_journal(folder)), "")
     return read_manifest(folder).date
+
+
+def read_finished(folder: Path, origin: str) -> FolderManifest | None:
+    """Return the manifest of a complete folder, or None where there is work to do.
+
+    Raises `ConfigError` where the folder was prepared from other inputs or has other files.
+    """
+    if (folder / JOURNAL).exists() and not (folder / MANIFEST).exists():
+        return None
+    if (manifest := find_manifest(folder)) and manifest.origin == origin:
+        (folder / JOURNAL).unlink(missing_ok=True)
+        return manifest
+    if manifest or not all(map(is_unfinished, folder.iterdir())):
+        raise ConfigError(
+            f"{folder} already holds what was prepared of others: remove it, or give another --out."
+            if manifest
+            else f"{folder} already holds other files: give another --out."
+        )
+    return None
+
+
+def complete_folder(folder: Path, manifest: FolderManifest, known: TokenizerFiles) -> None:
+    """Write the tokenizer's files and the manifest, which make the folder complete."""
+    for name, content in known.contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        with replace_atomically(folder / name) as file:
+            file.write(content)
+    with replace_atomically(folder / MANIFEST) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+    sync_folder(folder)
 
 
 def is_unfinished(file: Path) -> bool:

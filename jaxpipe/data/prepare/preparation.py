@@ -29,10 +29,11 @@ from jaxpipe.data.prepare.chat_templates import (
 from jaxpipe.data.prepare.input_pieces import InputPiece, divide_files, list_input_files
 from jaxpipe.data.prepare.journal import (
     PieceResult,
-    is_unfinished,
+    complete_folder,
     lock_folder,
     open_journal,
     read_date,
+    read_finished,
 )
 from jaxpipe.data.prepare.progress import show_progress
 from jaxpipe.data.prepare.readers import DocumentReader
@@ -46,15 +47,11 @@ from jaxpipe.data.prepare.tokenizing import (
 from jaxpipe.data.prepare.workers import Report, Work, run_workers
 from jaxpipe.data.prepare.writing import DocumentBatch, write_shard
 from jaxpipe.data.shards.manifest import (
-    JOURNAL,
-    MANIFEST,
     FolderManifest,
     TokenizerEntry,
     build_histogram,
-    find_manifest,
     merge_histograms,
 )
-from jaxpipe.runtime.storage.writing import replace_atomically, sync_folder
 from jaxpipe.tokenizer.files import TokenizerFiles
 
 _BATCH = 1 << 18  # characters tokenised per call
@@ -105,7 +102,7 @@ def prepare(
     keys = [_piece_key(piece, options, entry, template, known.digest) for piece in pieces]
     origin = hashlib.blake2b(" ".join(keys).encode(), digest_size=16).hexdigest()
     with lock_folder(folder):
-        if manifest := _read_finished(folder, origin):
+        if manifest := read_finished(folder, origin):
             return manifest
         with open_journal(folder, keys, options.skip_bad_lines) as (journal, done):
             remaining = [piece for piece in pieces if piece.number not in done]
@@ -132,7 +129,7 @@ def prepare(
                 what = "that counts in the loss " if manifest.unlearned else ""
                 raise ConfigError(f"there is no text {what}in the inputs of {folder}: give others.")
             kept = known.with_templates(sources_of(writer)) if has_chats else known
-            _complete_folder(folder, manifest, kept)
+            complete_folder(folder, manifest, kept)
     return manifest
 
 
@@ -301,36 +298,6 @@ def _piece_key(
     known = [_FORM, files, options.field, options.ignored, entry, digest]
     known += [template] * bool(template) + ["pairs"] * options.pairs
     return hashlib.blake2b(msgspec.json.encode(known), digest_size=16).hexdigest()
-
-
-def _read_finished(folder: Path, origin: str) -> FolderManifest | None:
-    """Return the manifest of a complete folder, or None where there is work to do.
-
-    Raises `ConfigError` where the folder was prepared from other inputs or has other files.
-    """
-    if (folder / JOURNAL).exists() and not (folder / MANIFEST).exists():
-        return None
-    if (manifest := find_manifest(folder)) and manifest.origin == origin:
-        (folder / JOURNAL).unlink(missing_ok=True)
-        return manifest
-    if manifest or not all(map(is_unfinished, folder.iterdir())):
-        raise ConfigError(
-            f"{folder} already holds what was prepared of others: remove it, or give another --out."
-            if manifest
-            else f"{folder} already holds other files: give another --out."
-        )
-    return None
-
-
-def _complete_folder(folder: Path, manifest: FolderManifest, known: TokenizerFiles) -> None:
-    """Write the tokenizer's files and the manifest, which make the folder complete."""
-    for name, content in known.contents.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        with replace_atomically(folder / name) as file:
-            file.write(content)
-    with replace_atomically(folder / MANIFEST) as file:
-        file.write(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
-    sync_folder(folder)
 
 
 def _build_manifest(
