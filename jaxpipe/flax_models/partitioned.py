@@ -22,7 +22,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpipe.core.mesh import TP
-from jaxpipe.core.split.jaxpr import trace_flat
+from jaxpipe.core.split.jaxpr import shape_of, trace_flat
 
 Tree = Any
 
@@ -34,6 +34,12 @@ class Shard:
 
     value: jax.Array
     dim: int | None = None
+
+    @property
+    def sharded_dim(self) -> int:
+        """`dim` of a value that is a shard."""
+        assert self.dim is not None
+        return self.dim
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -173,7 +179,7 @@ def _product(eqn: JaxprEqn, left: Shard, right: Shard) -> list[Shard]:
     (result,) = _bind(eqn, left.value, right.value)
     summed_or_batch = [b for _, b in batch + contracted]
     free = [dim for dim in range(right.value.ndim) if dim not in summed_or_batch]
-    return [Shard(result, result.ndim - len(free) + free.index(right.dim))]
+    return [Shard(result, result.ndim - len(free) + free.index(right.sharded_dim))]
 
 
 def _transpose(eqn: JaxprEqn, x: Shard) -> list[Shard]:
@@ -189,7 +195,7 @@ def _broadcast(eqn: JaxprEqn, x: Shard, *_: Shard) -> list[Shard]:
 
 def _reshape(eqn: JaxprEqn, x: Shard, *_: Shard) -> list[Shard] | None:
     """The result is sharded along a dim with the same outer elements, if tp divides its size."""
-    before, after = x.full_shape, eqn.outvars[0].aval.shape
+    before, after = x.full_shape, shape_of(eqn.outvars[0]).shape
     for dim, size in enumerate(after):
         if prod(after[:dim]) == prod(before[: x.dim]) and size > 1 and not size % lax.axis_size(TP):
             return [Shard(lax.reshape(x.value, _local(after, dim)), dim)]
@@ -204,10 +210,11 @@ def _reduction(collective: Callable[..., jax.Array], eqn: JaxprEqn, x: Shard) ->
 
 
 def _slice(eqn: JaxprEqn, x: Shard) -> list[Shard] | None:
-    if eqn.outvars[0].aval.shape[x.dim] != x.full_shape[x.dim]:
+    dim = x.sharded_dim
+    if shape_of(eqn.outvars[0]).shape[dim] != x.full_shape[dim]:
         return None
-    limits = _local(eqn.params["limit_indices"], x.dim)
-    return [Shard(result, x.dim) for result in _bind(eqn, x.value, limit_indices=limits)]
+    limits = _local(eqn.params["limit_indices"], dim)
+    return [Shard(result, dim) for result in _bind(eqn, x.value, limit_indices=limits)]
 
 
 def _along_another(name: str, eqn: JaxprEqn, *operands: Shard) -> list[Shard] | None:

@@ -81,8 +81,8 @@ class FlaxPipeline(nnx.Module):
         """The whole model as one `Stage`, with the current parameters as full arrays."""
         model, params = self._static.model, self._values()
         layers = self._static.layout.unstack(params["layers"])
-        layers = map(ModuleFunction.module, model.layers, layers)
-        return Stage(dict(enumerate(layers)), **model.embed_head.module(params["embed_head"]))
+        modules = map(ModuleFunction.module, model.layers, layers)
+        return Stage(dict(enumerate(modules)), **model.embed_head.module(params["embed_head"]))
 
     def by_layer(self, state: Any) -> Tree:
         """Gradients by layer; or the state of this pipeline or of its optimizer, to be saved.
@@ -217,20 +217,22 @@ def build_pipeline_schedule(
                 f"order, built with one microbatch size."
             )
     modules = [stage.module for stage in stages]
+    embed, head = modules[0].embed, modules[-1].head
     held = [(stage.embed is not None, stage.head is not None) for stage in modules]
     layers = [(int(i), layer) for stage in modules for i, layer in stage.layers.items()]
     want = [(i == 0, i == len(stages) - 1) for i in range(len(stages))]
-    if held != want or [i for i, _ in layers] != list(range(len(layers))):
+    numbers = [i for i, _ in layers]
+    if held != want or embed is None or head is None or numbers != list(range(len(layers))):
         raise ValueError(
-            f"the stages have the layers {[i for i, _ in layers]} and (embedding, head) {held}: "
+            f"the stages have the layers {numbers} and (embedding, head) {held}: "
             f"list all stages in order, of which the first has the embedding and the last the head."
         )
     pp = mesh.shape[PP]
     virtual = len(stages) // pp if find_family(schedule).has_option("virtual_stages") else None
     return from_flax(
-        modules[0].embed,
+        embed,
         [layer for _, layer in layers],
-        modules[-1].head,
+        head,
         loss_fn,
         schedule=build(schedule, pp=pp, microbatches=n_microbatches, virtual_stages=virtual),
         mesh=mesh,
