@@ -12,7 +12,8 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from jaxpipe.config import ConfigError, first_line
 from jaxpipe.runtime.coordination import SILENT_SECONDS, Service, Watch
@@ -23,12 +24,13 @@ class NotMetError(Exception):
     """The other processes of the run did not connect."""
 
 
-class Meeting(NamedTuple):
+@dataclass(frozen=True)
+class Meeting:
     """Where processes meet, as a file name; this process's index; the number of processes."""
 
     name: str
-    index: int  # type: ignore[assignment]  # of a tuple it is a method
-    count: int  # type: ignore[assignment]  # likewise
+    index: int
+    count: int
 
 
 _NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")

@@ -110,7 +110,7 @@ def test_launchers_give_a_place(monkeypatch):
     assert processes.meeting() is None
     for name, value in [("JOB_ID", "77"), ("PROCID", "3"), ("STEP_NUM_TASKS", "16")]:
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert processes.meeting() == ("SLURM-77", 3, 16)
+    assert processes.meeting() == processes.Meeting("SLURM-77", 3, 16)
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1"])
