@@ -48,7 +48,8 @@ def greedy(theirs, prompt, tokens):
 
 @pytest.mark.slow(unless=["gpt2-*tp*"])
 @pytest.mark.parametrize("overrides", ["", "parallel.tp=2"])
-@pytest.mark.parametrize("name", MODELS)
+# With longrope transformers changes the factors of wavelengths while a text grows.
+@pytest.mark.parametrize("name", [name for name in MODELS if "longrope" not in name])
 def test_greedy_tokens_are_those_of_transformers(name, overrides):
     """Of prompts of differing lengths, one of them read in slices."""
     theirs, directory = published(name)
