@@ -52,6 +52,7 @@ from jaxpipe.planning import (
     op_seconds,
     overlapped,
 )
+from jaxpipe.planning.cost.machine import machine, machine_of
 from jaxpipe.planning.helpers import helpers
 from jaxpipe.planning.limits import planned_bytes
 from jaxpipe.planning.page import write_plan_page
@@ -103,6 +104,17 @@ def _counts(text: str) -> list[int]:
     return [int(word) for word in _words(text)]
 
 
+def _published() -> str:
+    from jaxpipe.planning.published import show
+
+    with (
+        _no_search_for_cycles(),
+        (console := Console(highlight=False, width=250)).capture() as text,
+    ):
+        show(console)
+    return text.get().rstrip()
+
+
 class _Print(argparse.Action):
     """Print the text that a function returns and exit, as `--help` prints its text and exits."""
 
@@ -120,15 +132,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--memory", type=parse_bytes, metavar="80GiB", help="a device's memory (its data sheet's)")
     add("--device", default="H100", type=_device, choices=DEVICES,
-        help="the device whose data sheet gives FLOP/s and memory (H100)")  # fmt: skip
+        help="a device, in its usual machine, if no --machine is given (H100)")  # fmt: skip
     add("--search", action="store_true", help="search for the fastest settings on --devices N")
-    add("--efficiency", type=_share, default=0.5, help="share of the peak that ops reach (0.5)")
-    add("--link", type=parse_bytes, default=50e9, metavar="50GB",
-        help="bytes/s to a neighbouring pipeline rank (50GB)")  # fmt: skip
-    add("--host", type=parse_bytes, default=50e9, metavar="50GB",
-        help="bytes/s between a device and its host (50GB)")  # fmt: skip
-    add("--network", type=parse_bytes, default=50e9, metavar="50GB",
-        help="bytes/s to other replicas (50GB)")  # fmt: skip
+    add("--machine", metavar="NAME",
+        help="a machine by name, or your own in a .toml file (dgx-h100)")  # fmt: skip
     add("--costs", metavar="FILE", help="read op times from FILE (as parallel.costs)")
     add("--lengths", type=local_path, metavar="DIR",
         help="a prepared folder: count its tokens, not the padding of packed rows")  # fmt: skip
@@ -152,6 +159,8 @@ def _parser() -> argparse.ArgumentParser:
         help="schedules besides the configured one, or to compile (--check-gpu)")  # fmt: skip
     add("--json", action="store_true", help="print everything as one JSON object")
     add("--rules", action=_Print, text=rules_table, help="print the rules between settings")
+    add("--published", action=_Print, text=_published,
+        help="print what others measured beside what is planned for their layouts")  # fmt: skip
     add("--settings", action=_Print, text=settings_page, help="print the page of all settings")
     return parser
 
@@ -199,9 +208,10 @@ def _search(arguments: argparse.Namespace) -> int:
 
 
 def _hardware(arguments: argparse.Namespace) -> Hardware:
-    return Hardware(
-        arguments.device, arguments.efficiency, arguments.link, arguments.host, arguments.network
-    )
+    """The machine; `arguments.device` becomes the machine's."""
+    hardware = machine(arguments.machine) if arguments.machine else machine_of(arguments.device)
+    arguments.device = hardware.device
+    return hardware
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -215,8 +225,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     config = resolve_sizes(config, (arguments.devices or [None])[0])
     hardware = _hardware(arguments)
     memory = arguments.memory or DEVICES[arguments.device].memory
-    # A run knows the device, and not these links.
-    devices = replace(Devices.planned(config), memory=memory, hardware=Hardware(arguments.device))
+    # A run knows its device, in the usual machine.
+    own = machine_of(arguments.device)
+    devices = replace(Devices.planned(config), memory=memory, hardware=own)
     try:
         forwards = config.parallel.pp * config.train.grad_accum_steps
         with _no_search_for_cycles(), helpers(forwards) as pool:
@@ -267,13 +278,10 @@ def _draw(config: Config, shown: Estimate, arguments: argparse.Namespace) -> Non
         print(drawn, file=sys.stderr if arguments.json else None)
     if arguments.picture:
         with _writing("--picture", arguments.picture):
-            # A model so small that transfers take longest is drawn as `train` reports its bubble.
-            is_small = run.costs.transfer > min(run.costs.F)
             source = "measured" if config.parallel.costs else f"estimated for {arguments.device}"
             draw_figure(
                 run.schedule, arguments.picture, lockstep=run.lockstep,
-                costs=None if is_small else run.costs,
-                source="equal costs: too small to estimate" if is_small else f"costs {source}",
+                costs=run.costs, source=f"costs {source}",
             )  # fmt: skip
         print(f"drew {shown.label} to {arguments.picture}", file=sys.stderr)
 

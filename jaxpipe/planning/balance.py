@@ -9,9 +9,10 @@ from jaxpipe.config import Config
 from jaxpipe.core.schedule import Placement
 from jaxpipe.planning.cost.costs import costs_of
 from jaxpipe.planning.cost.hardware import Hardware, LayerSeconds, op_seconds
+from jaxpipe.planning.cost.seconds import LayerShare
 from jaxpipe.schedules import LIMITS, shorter_and_shorter
 
-_OPS = ("F", "B", "W", "R")
+_OPS = ("F", "B", "W")
 
 
 def balanced_splits(
@@ -39,29 +40,24 @@ def layer_seconds(config: Config, hardware: Hardware) -> tuple[float, ...]:
     """Return the seconds of F, B and W of every layer for one microbatch or slice on one device.
 
     Embedding and head count in the first and the last layer, unless all pipeline ranks share them.
-    Of measured seconds, which are means over layers, each kind has a share as by its FLOPs and its
-    bytes over ep. A run's own measurements are not used, since each start of a run must decide
+    Of measured seconds, which are means over layers, each kind has a share as by its kernels and
+    its bytes over ep. A run's own measurements are not used, since each start of a run must decide
     alike; copies with the host are not counted.
     """
     if config.parallel.costs == "measure":
         config = replace(config, parallel=replace(config.parallel, costs=""))
-    seconds, costs = op_seconds(config, hardware), costs_of(config)
+    seconds, order = op_seconds(config, hardware), costs_of(config).order
 
     def total(op: LayerSeconds) -> float:
         return op.F + op.B + op.W + op.R
 
-    computed = {
-        name: sum(
-            hardware.seconds(getattr(kind, op), kind.in_fp8[op])
-            + kind.exchanged[op] / hardware.network
-            for op in _OPS
-        )
-        for name, kind in costs.kinds.items()
-    }
-    layers = [computed[name] for name in costs.order]
-    mean = total(seconds.layer) + total(seconds.exchange) + total(seconds.sharing)
-    scale = mean * len(layers) / sum(layers)
-    layers = [layer * scale for layer in layers]
+    layers = [
+        sum(getattr(share, op) * getattr(seconds.layer, op) for op in _OPS)
+        + share.F * seconds.layer.R
+        + share.exchange * total(seconds.exchange)
+        + total(seconds.sharing)
+        for share in seconds.shares or (LayerShare(),) * len(order)
+    ]
     if not config.parallel.vocab_shared_by:
         layers[0] += seconds.embed + seconds.embed_gradient
         layers[-1] += seconds.head

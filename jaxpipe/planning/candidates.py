@@ -13,8 +13,13 @@ from jaxpipe.schedules import FAMILIES, ScheduleVariant, VariantSizes, find_fami
 
 
 def variants(config: Config) -> list[ScheduleVariant]:
-    """All variants that a plan of the configuration tries, the configuration's own first."""
+    """All variants that a plan of the configuration tries, the configuration's own first.
+
+    One pipeline rank runs the same actions under any schedule, with least memory under 1F1B.
+    """
     own, sizes = variant_of(config), sizes_of(config)
+    if config.parallel.pp == 1:
+        return list(dict.fromkeys((own, ScheduleVariant("1f1b"))))
     every = [v for family in FAMILIES.values() for v in family.variants(family.name, sizes)]
     return [own, *(variant for variant in every if variant != own)]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jaxpipe.config import Config
-from jaxpipe.planning.cost.hardware import Hardware
+from jaxpipe.planning.cost.machine import Hardware, machine_of
 from jaxpipe.runtime.devices import DEVICES, data_sheet_of, device_memory
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Devices:
             per_process=per_process,
             memory=device_memory(first.device_kind),
             capability=None if capability is None else float(capability),
-            hardware=Hardware(data_sheet_of(first.device_kind) or "H100"),
+            hardware=machine_of(data_sheet_of(first.device_kind) or "H100"),
             are_present=True,
         )
 

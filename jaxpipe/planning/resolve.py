@@ -130,6 +130,7 @@ def arrange(
     *,
     seconds: OpSeconds | None = None,
     effort: int | None = None,
+    paced: bool = True,
 ) -> RunPlan:
     """Return the plan of a configuration whose sizes are concrete; no other rules are checked.
 
@@ -142,8 +143,8 @@ def arrange(
       config: of the run.
       devices: of the run; None: none is present (`Devices.planned`).
       seconds: seconds of ops, in place of measured ones and those of the devices.
-      effort: of a search, as in `build`; `QUICK` is for comparing many candidates, and leaves
-        pacing out (`schedule.scan.optimize_pace`).
+      effort: of a search, as in `build`; `QUICK` is for comparing many candidates.
+      paced: whether to pace the schedule (`schedule.scan.optimize_pace`), as a run does.
 
     Raises `ScheduleError` if there is no such schedule, none within `parallel.memory_limit`, or a
     stage has fewer layers than are to be offloaded, or none has more than B recomputes.
@@ -153,7 +154,7 @@ def arrange(
         shared = not devices.on_cpu and _gains_by_sharing(config, devices)
         config = _with_vocabulary(config, shared=shared)
     if config.parallel.layer_split == "balanced":
-        return _arrange_balanced(config, devices, seconds, effort)
+        return _arrange_balanced(config, devices, seconds, effort, paced=paced)
     seconds = seconds or op_seconds(config, devices.hardware)
     parallel, lockstep = config.parallel, _lockstep_of(config, devices)
     schedule = _schedule_of(config, devices, lockstep, seconds, effort)
@@ -173,7 +174,7 @@ def arrange(
         limit = activation_limit_of(config, plan.layout, devices.memory)
         with limit.explaining():
             check_memory(schedule, limit.memory, limit.limit, lockstep)
-    if effort != QUICK:
+    if paced:
         phased = not lockstep.synchronizes_all and parallel.transfer_ticks != 2
         lockstep = optimize_pace(schedule, plan.costs, lockstep, phased=phased)
     if config.train.remat == "ahead":
@@ -183,7 +184,7 @@ def arrange(
 
 
 def _arrange_balanced(
-    config: Config, devices: Devices, seconds: OpSeconds | None, effort: int | None
+    config: Config, devices: Devices, seconds: OpSeconds | None, effort: int | None, *, paced: bool
 ) -> RunPlan:
     """Return the plan of the balanced layer split, which is concrete in its configuration.
 
@@ -195,7 +196,7 @@ def _arrange_balanced(
         parallel = structs.replace(config.parallel, layer_split=layers)
         concrete = structs.replace(config, parallel=parallel)
         try:
-            return arrange(concrete, devices, seconds=seconds, effort=effort)
+            return arrange(concrete, devices, seconds=seconds, effort=effort, paced=paced)
         except ScheduleError as error:
             refused = refused or error
     raise refused
@@ -241,7 +242,7 @@ def _gains_by_sharing(config: Config, devices: Devices) -> bool:
         config = structs.replace(config, parallel=structs.replace(config.parallel, costs=""))
     devices = replace(devices, memory=DEVICES[devices.hardware.device].memory)
     try:
-        own = arrange(_with_vocabulary(config, shared=False), devices, effort=QUICK)
+        own = arrange(_with_vocabulary(config, shared=False), devices, effort=QUICK, paced=False)
         with_shared = _with_vocabulary(config, shared=True)
         shared = replace(
             own,

@@ -15,12 +15,16 @@ class Device(NamedTuple):
       flops: dense bfloat16 FLOP/s, without sparsity.
       memory: bytes.
       link: bytes per second to another device of the host, one way: NVLink, or PCIe.
+      bandwidth: bytes per second of the memory.
+      cores: streaming multiprocessors.
       fp8: dense FLOP/s of 8-bit floats; 0: the device does not multiply them.
     """
 
     flops: float
     memory: int
     link: float
+    bandwidth: float
+    cores: int
     fp8: float = 0
 
 
@@ -28,17 +32,17 @@ _GB = 10**9
 # Source: NVIDIA's data sheets of these cards; the memory of B200, H200, H100 and A100 is what CUDA
 # has (`gpu/*.txtpb`). A name that begins like another one comes before it.
 DEVICES: dict[str, Device] = {
-    "GB200": Device(2500e12, 186 * _GB, 900e9, 5000e12),
-    "B200": Device(2250e12, 191_514_411_008, 900e9, 4500e12),
-    "GH200": Device(989e12, 96 * _GB, 450e9, 1979e12),
-    "H200 NVL": Device(835e12, 141 * _GB, 64e9, 1671e12),
-    "H200": Device(989e12, 151_397_597_184, 450e9, 1979e12),
-    "H100 NVL": Device(835e12, 94 * _GB, 64e9, 1671e12),
-    "H100 PCIe": Device(756e12, 80 * _GB, 64e9, 1513e12),
-    "H100": Device(989e12, 84_942_979_072, 450e9, 1979e12),
-    "A100": Device(312e12, 85_100_068_864, 300e9),
-    "L40S": Device(362e12, 48 * _GB, 32e9, 733e12),
-    "RTX 4090": Device(165e12, 24 * _GB, 32e9, 330e12),
+    "GB200": Device(2500e12, 186 * _GB, 900e9, 8e12, 148, 5000e12),
+    "B200": Device(2250e12, 191_514_411_008, 900e9, 8e12, 148, 4500e12),
+    "GH200": Device(989e12, 96 * _GB, 450e9, 4e12, 132, 1979e12),
+    "H200 NVL": Device(835e12, 141 * _GB, 64e9, 4.8e12, 132, 1671e12),
+    "H200": Device(989e12, 151_397_597_184, 450e9, 4.8e12, 132, 1979e12),
+    "H100 NVL": Device(835e12, 94 * _GB, 64e9, 3.9e12, 132, 1671e12),
+    "H100 PCIe": Device(756e12, 80 * _GB, 64e9, 2e12, 114, 1513e12),
+    "H100": Device(989e12, 84_942_979_072, 450e9, 3.35e12, 132, 1979e12),
+    "A100": Device(312e12, 85_100_068_864, 300e9, 2.04e12, 108),
+    "L40S": Device(362e12, 48 * _GB, 32e9, 864e9, 142, 733e12),
+    "RTX 4090": Device(165e12, 24 * _GB, 32e9, 1008e9, 128, 330e12),
 }
 
 

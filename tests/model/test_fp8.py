@@ -201,17 +201,18 @@ def test_gpus_without_8_bit_products_are_refused():
         analytic(settings(), Hardware("A100"))
 
 
+def flops_in_fp8(layer):
+    return {op: layer.kernels[op].flops(itemsize=1) for op in "FBW"}
+
+
 def test_a_plan_knows_what_is_in_8_bits():
     fp8, plain = (
         costs_of(settings(train={"fp8": fp8})).kinds["layer"] for fp8 in ("delayed", "none")
     )
     tokens, matrices = 2 * 32, 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128
-    assert fp8.in_fp8 == dict.fromkeys("FBW", 2.0 * tokens * matrices)
+    assert flops_in_fp8(fp8) == dict.fromkeys("FBW", 2.0 * tokens * matrices)
     assert [fp8.F, fp8.B, fp8.W] == [plain.F, plain.B, plain.W]
-    assert plain.in_fp8 == dict.fromkeys("FBW", 0.0)
-    seconds = [analytic(settings(train={"fp8": fp8}), Hardware()) for fp8 in ("delayed", "none")]
-    assert pytest.approx(989 / 1979) == seconds[0].layer.W / seconds[1].layer.W
-    assert 0.5 < seconds[0].layer.F / seconds[1].layer.F < 1
+    assert flops_in_fp8(plain) == dict.fromkeys("FBW", 0.0)
     waits = {value.dtype for value in fp8.waits["stash"]}
     assert waits == {jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")}
 
@@ -219,7 +220,7 @@ def test_a_plan_knows_what_is_in_8_bits():
 def test_a_plan_knows_that_adapters_are_not_in_8_bits():
     """Frozen products have no W, and an adapter's W reads inputs in the dtype of the stream."""
     adapted, plain = (costs_of(settings(lora=lora)).kinds["layer"] for lora in ({"rank": 4}, None))
-    assert adapted.in_fp8 == plain.in_fp8 | {"W": 0.0}
+    assert flops_in_fp8(adapted) == flops_in_fp8(plain) | {"W": 0.0}
     assert adapted.F - plain.F == adapted.B - plain.B == adapted.W > 0
     stored = {value.dtype for name in ("for_w", "stash") for value in adapted.waits[name]}
     assert stored == {jnp.dtype("bfloat16")}
@@ -236,4 +237,4 @@ def test_a_plan_knows_which_experts_multiply_in_8_bits():
         config = settings(**EXPERTS | {"capacity_factor": factor}, d_model=width, d_expert=width)
         sparse = costs_of(config).kinds["sparse"]
         want = 2.0 * (tokens * width * width * 3 + rows * 3 * width * width)
-        assert sparse.in_fp8 == dict.fromkeys("FBW", want)
+        assert flops_in_fp8(sparse) == dict.fromkeys("FBW", want)

@@ -33,7 +33,7 @@ from jaxpipe.model.layers.moe.experts import choose_dispatch
 from jaxpipe.model.layers.moe.products import multiply_by_kernel
 from jaxpipe.model.layers.moe.router import Routes, choose
 from jaxpipe.planning.cost.costs import costs_of
-from jaxpipe.planning.cost.trace import product_flops
+from jaxpipe.planning.cost.operations import operations_of
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_experts_are_chosen_once_and_cut_into_b_and_w(remat, product, monkeypatc
     for name in ("ragged_dot_general", "dot_general"):
         assert together.count(name) == in_b.count(name) + in_w.count(name)
     if product is lax.ragged_dot:
-        flops = lambda f, *given: product_flops(jax.make_jaxpr(f)(*given).jaxpr)  # noqa: E731
+        flops = lambda f, *given: operations_of(jax.make_jaxpr(f)(*given).jaxpr).flops()  # noqa: E731
         of_b = flops(split.backward_input, params, context, kept, dy)
         of_w = flops(split.backward_weight, *of_w_given)
         assert flops(split.backward, params, context, kept, dy) == of_b + of_w

@@ -16,6 +16,8 @@ from jaxpipe.config import ConfigError
 from jaxpipe.core.schedule import Placement, ScheduleError, assign_layers
 from jaxpipe.planning import Hardware, arrange
 from jaxpipe.planning.balance import layer_seconds
+from jaxpipe.planning.cost import card
+from jaxpipe.planning.cost.compute import seconds_by_kind
 from jaxpipe.planning.cost.costs import costs_of
 from jaxpipe.schedules import balance_layers
 from jaxpipe.schedules.search.balance import shorter_and_shorter
@@ -32,7 +34,7 @@ PLACEMENTS = {
 }
 MIXED = [
     "model.n_experts=4", "model.experts_per_token=2", "model.d_expert=32",
-    "model.first_dense_layers=1", "model.vocab_size=1024", "parallel.pp=2", "parallel.dp=1",
+    "model.first_dense_layers=1", "model.vocab_size=32768", "parallel.pp=2", "parallel.dp=1",
 ]  # fmt: skip
 BALANCED = "parallel.layer_split=balanced"
 PRESETS = {
@@ -43,6 +45,12 @@ PRESETS = {
     "gpt_oss_20b": ("gpt_oss_20b_pp2_ep4.toml",),
     "deepseek_v3": ("deepseek_v3_2048gpu.toml",),
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _launches_take_no_time(monkeypatch):
+    """Models this small would take as long as their launches, and a head no longer than a layer."""
+    monkeypatch.setattr(card, "_LAUNCH", 0.0)
 
 
 def every_split(layers, stages):
@@ -117,7 +125,7 @@ def least_work(costs, pp):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_published_models_have_the_least_work(preset):
     path, *overrides = PRESETS[preset]
-    costs = layer_seconds(configs.load(CONFIGS / path, overrides), Hardware(network=450e9))
+    costs = layer_seconds(configs.load(CONFIGS / path, overrides), Hardware())
     for placement in (Placement.loop(4), Placement.v_shape(4), Placement.loop(4, 2)):
         work, even = (
             objective(costs, placement, counts)[0]
@@ -126,9 +134,9 @@ def test_published_models_have_the_least_work(preset):
                 assign_layers(len(costs), placement.stages),
             )
         )
-        assert work <= least_work(costs, 4) * (1 + 1e-9)
+        assert work <= least_work(costs, 4) * 1.005  # of ranks that have a single stage
         v_shaped = placement == Placement.v_shape(4)
-        assert even >= (1.0 if v_shaped and preset == "deepseek_v3" else 1.05) * work
+        assert even >= (1.0 if v_shaped and preset == "deepseek_v3" else 1.005) * work
 
 
 def test_a_plan_has_concrete_counts():
@@ -139,10 +147,11 @@ def test_a_plan_has_concrete_counts():
     assert plan.layers == balance_layers(seconds, plan.schedule.placement)
     dense, sparse, _, with_head = seconds
     head = with_head - sparse
-    kinds = costs_of(plan.config).kinds
-    flops = [kind.F + kind.B + kind.W for kind in kinds.values()]
-    assert sparse / dense == pytest.approx(flops[1] / flops[0])
-    assert head / dense == pytest.approx(costs_of(plan.config).head / flops[0])
+    kinds = seconds_by_kind(plan.config, plan.devices.hardware).values()
+    seconds = [kind.F + kind.B + kind.W for kind in kinds]
+    assert sparse / dense == pytest.approx(seconds[1] / seconds[0])
+    of_head = plan.devices.hardware.seconds(costs_of(plan.config).head)
+    assert head / dense == pytest.approx(of_head / seconds[0])
 
 
 def test_measurements_of_a_run_do_not_change_its_stages(tmp_path):
@@ -210,7 +219,7 @@ def test_a_mixed_model_trains_as_with_even_stages():
     for split in ("even", "balanced"):
         config = configs.load(SMALL, [*MIXED, f"parallel.layer_split={split}"])
         trainer = Trainer.resolve(config, tuple(jax.devices()[:2]))
-        how = {"vocab_size": 1024, "shape": (4, 1, 33)}
+        how = {"vocab_size": 32768, "shape": (4, 1, 33)}
         _, found = train_on_random_tokens(trainer, trainer.init(), range(3), **how)
         losses[trainer.plan.layers] = found
     assert losses.keys() == {(2, 2), (3, 1)}

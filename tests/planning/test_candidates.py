@@ -236,7 +236,7 @@ def test_what_a_sequence_parallel_run_sends():
             estimate(arrange_variant(config, Devices(), ScheduleVariant(name), seconds), seconds)
             for name in ("1f1b", "dualpipe")
         )
-        assert both.mirroring == pytest.approx(mirrored_bytes(config, both.plan.layout) / 1e12)
+        assert both.mirroring == pytest.approx(mirrored_bytes(config, both.plan.layout) / 0.85e12)
         plans[sequence] = seconds.transfer, one.sent / one.plan.tables.ticks, both.mirroring
     whole, cut = plans["false"], plans["true"]
     assert (cut[0], cut[1]) == (whole[0] / 2, whole[1] / 2)

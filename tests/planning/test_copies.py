@@ -145,7 +145,7 @@ def test_pairs_do_without_the_host():
 
 
 @pytest.mark.slow
-def test_the_command_shows_the_host(capsys):
+def test_the_command_shows_the_host(capsys, tmp_path):
     arguments = [str(SMALL), *SIZES]
     assert main([*arguments, "--json", "train.offload_layers=2"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -153,9 +153,11 @@ def test_the_command_shows_the_host(capsys):
     assert own["bytes"]["host"] > 0
     assert own["waiting_for_host"] >= 0
     assert plan["seconds"]["copies"]["layers"] == 2
-    assert main([*arguments, "--host", "1MB", "train.offload_layers=2"]) == 0
+    machine = tmp_path / "slow.toml"
+    machine.write_text('host = "1MB"\n')
+    assert main([*arguments, "--machine", str(machine), "train.offload_layers=2"]) == 0
     shown = capsys.readouterr().out
-    assert shown.splitlines()[2].split()[-1] == "host"
+    assert shown.splitlines()[1].split()[-1] == "host"
     assert "would be hidden" in shown
     assert main(arguments) == 0
     assert "host" not in capsys.readouterr().out

@@ -39,7 +39,7 @@ SPACES = {
     "memory": ("parallel.schedule=1f1b", "parallel.tp=1", "parallel.vocab_parallel_pp=false",
                "train.microbatch_size=1"),
 }  # fmt: skip
-SLOW = Hardware(efficiency=1e-5, link=1e9, network=3e8)  # compute and messages take similar times
+SLOW = Hardware(link=1e8, network=3e7)  # compute and messages take similar times
 
 
 def search_of(overrides, memory, keep=3):

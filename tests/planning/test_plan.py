@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from jaxpipe import config as configs
 from jaxpipe.config.units import parse_bytes
 from jaxpipe.core.contract import Context
 from jaxpipe.core.executor.stage import EmbedHeadFunction
-from jaxpipe.core.schedule import Lockstep, MemoryCosts, lower, peak_memory
+from jaxpipe.core.schedule import MemoryCosts, lower, peak_memory
 from jaxpipe.core.split import POLICIES, split_layer
 from jaxpipe.plan import main
 from jaxpipe.planning import Hardware, advise, analytic, arrange, estimate, estimates
@@ -43,7 +44,8 @@ def estimate_of(*overrides):
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_bytes_are_the_trainers(pp, remat):
     overrides = (f"parallel.pp={pp}", "model.n_layers=6", f"train.remat={remat}",
-                 "train.grad_accum_steps=8", "parallel.dp=1")  # fmt: skip
+                 "train.grad_accum_steps=8", "parallel.dp=1",
+                 "parallel.vocab_parallel_pp=false")  # fmt: skip
     config, estimated = estimate_of(*overrides)
     trainer = Trainer.resolve(config, tuple(jax.devices()[:pp]))
     predicted = estimated.bytes
@@ -147,7 +149,7 @@ def test_a_second_copy_of_the_stages_costs_its_messages():
     _, _, found = estimates_of(*sizes)
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
     one, other = found["dualpipe"], found["1f1b"]
-    assert one.mirroring == pytest.approx(2 * layer * (2 + 4) / 1e15)
+    assert one.mirroring == pytest.approx(2 * layer * (2 + 4) / 0.85e15)
     assert one.seconds == one.report.scan_makespan + one.mirroring + one.update
     assert other.mirroring == 0
 
@@ -155,9 +157,9 @@ def test_a_second_copy_of_the_stages_costs_its_messages():
 @pytest.mark.slow
 def test_a_shared_vocabulary_makes_stages_equal():
     """All stages cost the same, the step is shorter, and no device needs more memory."""
-    sizes = ("model.vocab_size=4096", "parallel.pp=4", "parallel.dp=1", "model.n_layers=16",
+    sizes = ("model.vocab_size=262144", "parallel.pp=4", "parallel.dp=1", "model.n_layers=16",
              "train.grad_accum_steps=16", "parallel.layer_split=even")  # fmt: skip
-    _, _, apart = estimates_of(*sizes, ticks=2)
+    _, _, apart = estimates_of(*sizes, "parallel.vocab_parallel_pp=false", ticks=2)
     config, _, together = estimates_of(*sizes, "parallel.vocab_parallel_pp=true", ticks=2)
     seconds = analytic(config, Hardware())
     alone = analytic(configs.load(SMALL, [*sizes, "parallel.transfer_ticks=2"]), Hardware())
@@ -188,7 +190,8 @@ def test_bytes_of_moments(optimizer):
 
 @pytest.mark.slow
 def test_deferred_ends_take_what_the_head_leaves():
-    sizes = ("parallel.pp=2", "parallel.dp=1", "train.grad_accum_steps=8", "model.n_layers=8")
+    sizes = ("parallel.pp=2", "parallel.dp=1", "train.grad_accum_steps=8", "model.n_layers=8",
+             "parallel.vocab_parallel_pp=false")  # fmt: skip
     config, _, at_once = estimates_of(*sizes)
     _, _, deferred = estimates_of(*sizes, "parallel.defer_embed_head=true")
     trainer = Trainer.resolve(config, tuple(jax.devices()[:2]))
@@ -201,10 +204,12 @@ def test_deferred_ends_take_what_the_head_leaves():
     head = head.split(shared, x, microbatch)
     kept = jax.tree.leaves((head.residuals.for_w, head.stash))
     for label in ("zb_h1", "1f1b", "zbv"):
-        slots = lower(at_once[label].plan.schedule, Lockstep(defer_embed_head=True)).slots
+        lockstep = replace(at_once[label].plan.lockstep, defer_embed_head=True)
+        slots = lower(at_once[label].plan.schedule, lockstep).slots
         waits = slots.head * sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
         waits += (slots.embed + 1) * x.size * x.dtype.itemsize
-        more = deferred[label].bytes.activations - at_once[label].bytes.activations
+        alike = estimate(replace(deferred[label].plan, lockstep=lockstep))
+        more = alike.bytes.activations - at_once[label].bytes.activations
         assert more == waits
 
 
@@ -238,8 +243,8 @@ def test_seventy_billion_parameters_on_a_thousand_gpus(capsys):
         assert row["bytes"]["total"] == sum(
             size for name, size in row["bytes"].items() if name != "total"
         )
-    # tokens/s cannot exceed what the devices' FLOPs allow: 6 N FLOPs a token, half the peak.
-    assert fastest < 1024 * 0.5 * 989e12 / (6 * 70e9)
+    # tokens/s cannot exceed what the devices' FLOPs allow: 6 N FLOPs a token, at most the peak.
+    assert fastest < 1024 * 989e12 / (6 * 70e9)
     assert seconds < 20  # CPU time, however busy the machine is; 8 s on an idle one
 
 
@@ -282,13 +287,14 @@ def test_a_plan_fills_92_percent_of_what_jax_allocates(capsys):
 def test_the_command_prints_draws_and_advises(capsys, tmp_path):
     small = [str(SMALL), "parallel.pp=2", "parallel.dp=1", "train.grad_accum_steps=4"]
     picture = tmp_path / "plan.svg"
-    arguments = ["--bubble", "0.1", "--show", "1f1b", "--timeline", "--picture", str(picture)]
+    arguments = ["--show", "1f1b", "--timeline", "--picture", str(picture)]
     assert main([*small, *arguments]) == 0
     out = capsys.readouterr().out
     assert "zb_auto 2p" in out
     assert "rank 1 | " in out
-    assert "train.grad_accum_steps=" in out
     assert picture.read_text().startswith("<?xml")
+    assert main([*small, "--bubble", "0.1", "--schedules", "gpipe"]) == 0
+    assert "train.grad_accum_steps=" in capsys.readouterr().out
 
 
 def test_a_bubble_out_of_reach_is_not_sought_with_ever_more_microbatches():

@@ -10,6 +10,7 @@ from resolving import resolved
 from jaxpipe import config as configs
 from jaxpipe import train
 from jaxpipe.planning import Devices, Hardware, analytic
+from jaxpipe.planning.cost.machine import machine_of
 from jaxpipe.runtime.devices import DEVICES
 
 RESOLVE = import_module("jaxpipe.planning.resolve")  # the package has a function of this name
@@ -74,7 +75,7 @@ def test_costs_and_memory_are_of_the_devices_that_are_there():
         devices = Devices.present([Gpu(kind)] * 2)
         plan = RESOLVE.resolve(config, devices)
         assert (devices.count, devices.capability, plan.devices.memory) == (2, 8.0, memory)
-        assert plan.seconds == analytic(plan.config, Hardware(name))
+        assert plan.seconds == analytic(plan.config, machine_of(name))
     here = Devices.present(jax.devices())
     assert (here.on_cpu, here.count, here.memory, here.hardware) == (True, 8, None, Hardware())
     assert Devices.planned(config).memory == DEVICES["H100"].memory

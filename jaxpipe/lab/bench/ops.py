@@ -20,6 +20,7 @@ from jaxpipe.config import Config, ConfigError, ParallelConfig
 from jaxpipe.lab.bench import options
 from jaxpipe.lab.bench.processes import processor_name
 from jaxpipe.planning.cost.costs import costs_of
+from jaxpipe.planning.cost.hardware import measured_for
 from jaxpipe.run.measure.op_timers import op_seconds
 from jaxpipe.run.measure.step_timers import TransferTimer, UpdateTimer
 from jaxpipe.runtime.devices import peak_flops
@@ -59,8 +60,8 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
         link: bytes/s between pipeline ranks, used if there are too few devices to measure it.
 
     Returns:
-        device, its peak FLOP/s, seconds by op, seconds of the update of a layer, FLOPs by op, and
-        whether the transfer was measured.
+        the settings that were measured, device, its peak FLOP/s, seconds by op, seconds of the
+        update of a layer, FLOPs by op, and whether the transfer was measured.
     """
     devices = tuple(jax.devices())
     one_rank = reduce_to_one_rank(config, len(devices))
@@ -79,13 +80,14 @@ def measure(config: Config, layers: int, repeats: int, link: float) -> dict[str,
     of_layers = update.share_of_layers * median(update.seconds() for _ in range(repeats))
     layer = costs.kinds[costs.order[0]]
     return {
+        "of": measured_for(config),
         "device": _device_name(devices[0]),
         "peak": peak_flops(devices[0].device_kind),
         "seconds": seconds,
         "update": of_layers / update.layers,
         "flops": {
             "F": layer.F, "B": layer.B, "W": layer.W, "BW": layer.B + layer.W,
-            "head": costs.head,
+            "head": costs.head.flops(),
         },
         "transfer_measured": has_neighbour,
     }  # fmt: skip

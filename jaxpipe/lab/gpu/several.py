@@ -10,7 +10,8 @@ from jaxpipe import config as configs
 from jaxpipe.config.units import readable_bytes
 from jaxpipe.lab.gpu.cards import card_capability
 from jaxpipe.lab.gpu.check import CompiledReport, check_step
-from jaxpipe.planning import Devices, Estimate, Hardware, RunPlan, resolve
+from jaxpipe.planning import Devices, Estimate, RunPlan, resolve
+from jaxpipe.planning.cost.machine import machine_of
 from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.runtime.devices import DEVICES
 
@@ -55,7 +56,7 @@ def card_devices(card: str, count: int | None, memory: float | None) -> Devices:
     """The devices of a card; `memory` [bytes] overrides its own."""
     return Devices(
         "cuda", count, memory=memory or DEVICES[card.upper()].memory,
-        capability=card_capability(card), hardware=Hardware(card.upper()),
+        capability=card_capability(card), hardware=machine_of(card.upper()),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from jaxpipe.planning.cost.estimate import (
     update_seconds,
 )
 from jaxpipe.planning.cost.hardware import Hardware, OpSeconds, op_seconds
+from jaxpipe.planning.cost.machine import machine_of
 from jaxpipe.planning.cost.memory import layout_of, rank_bytes
 from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.limits import planned_bytes
@@ -117,7 +118,7 @@ class LayoutSearch:
         self._progress = progress or (lambda line: None)
         self.usable = planned_bytes(memory)
         # A run knows the device, and not these links.
-        self._devices = Devices(memory=memory, hardware=Hardware(hardware.device))
+        self._devices = Devices(memory=memory, hardware=machine_of(hardware.device))
         self._facts: dict[tuple[object, ...], ScheduleFacts] = {}
 
     def run(self) -> SearchResult:

@@ -55,8 +55,13 @@ def flops(name: str, shapes: tuple[tuple[int, ...], ...], how: Mapping[str, Any]
     (examples, queries, heads, width), (_, keys, _, _) = shapes[:2]
     causal, window = how.get("causal", queries == keys), how.get("window", 0)
     scores = _unmasked_scores(queries, window) if causal else queries * keys
-    products = 5 if name.endswith(_GRADIENT) else 2
+    products = 5 if is_gradient(name) else 2
     return products * 2 * examples * heads * scores * width
+
+
+def is_gradient(name: str) -> bool:
+    """Whether the primitive `name` is the gradient of an attention."""
+    return name.endswith(_GRADIENT)
 
 
 def workspace(name: str, shapes: tuple[tuple[int, ...], ...]) -> int:

@@ -1,19 +1,21 @@
-"""Seconds for which a layer waits for other devices: over tp, cp, and dp where it is gathered."""
+"""Seconds for which a layer waits for other devices: over tp, cp, ep, and dp where it is gathered.
 
-from typing import TYPE_CHECKING
+What compute hides follows the programs that XLA compiles (`lab/gpu`): BW runs the products of W
+beside its collectives, and layers that are gathered arrive while another one computes. F is one
+chain, in which nothing is left to run beside a collective.
+"""
+
+from collections.abc import Callable
 
 from jaxpipe.config import Config
-from jaxpipe.planning.cost.costs import costs_of
+from jaxpipe.planning.cost.compute import OPS, seconds_by_kind
+from jaxpipe.planning.cost.costs import LayerCosts, costs_of
+from jaxpipe.planning.cost.machine import Hardware
 from jaxpipe.planning.cost.parameter_traffic import layer_traffic
 from jaxpipe.planning.cost.seconds import NO_EXCHANGE, LayerSeconds
 
-if TYPE_CHECKING:
-    from jaxpipe.planning.cost.hardware import Hardware
 
-_OPS = ("F", "B", "W", "R")
-
-
-def sharing_of(config: Config, hardware: "Hardware") -> LayerSeconds:
+def sharing_of(config: Config, hardware: Hardware) -> LayerSeconds:
     """Seconds for which the mean layer waits for the replicas that share its sequences.
 
     A ring sends keys and values during attention to those already received, which is the causal
@@ -22,50 +24,83 @@ def sharing_of(config: Config, hardware: "Hardware") -> LayerSeconds:
     costs, parallel = costs_of(config), config.parallel
     if parallel.cp == 1:
         return NO_EXCHANGE
-    behind = dict.fromkeys(_OPS, 0.0)
+    group = hardware.axes(parallel).cp
+    collective = hardware.all_to_all if parallel.exchanging else hardware.ring
+    behind = dict.fromkeys(OPS, 0.0)
     if parallel.rings:
         model, train = config.model, config.train
         whole = model.flops_per_token(train.seq_len) - model.flops_per_token(0)
-        parts = parallel.rows_per_sequence * parallel.tp
-        tokens = train.microbatch_size * train.seq_len / parts
+        tokens = train.microbatch_size * train.seq_len / parallel.rows_per_sequence / parallel.tp
         others = (parallel.ring - 1) / parallel.ring
         # Of 12 FLOPs per query and key F computes 4, and causal attention reads half of the keys.
-        forwards = whole / len(costs.order) * tokens / 6 / hardware.flops * others
+        forwards = whole / len(costs.order) * tokens / 6 / hardware.attention_flops * others
         again = 1 if train.remat == "full" else 0
         behind |= {"F": forwards, "B": (2.5 + again) * forwards, "R": forwards}
 
-    def waits(op: str) -> float:
-        sent = costs.mean(lambda kind: kind.shared[op]) / hardware.network
-        turned = costs.mean(lambda kind: kind.turned[op]) / hardware.network
-        return sent - turned + max(0.0, turned - behind[op])
+    def waits(kind: LayerCosts, op: str) -> float:
+        sent, turned, calls = kind.shared[op], kind.turned[op], kind.calls["shared"][op]
+        seconds = collective(sent - turned, group, calls) if sent > turned else 0.0
+        if turned:
+            seconds += max(0.0, hardware.neighbour(turned, group) - behind[op])
+        return seconds
 
-    return LayerSeconds(**{op: waits(op) for op in _OPS})
+    return LayerSeconds(**{op: costs.mean(lambda kind, op=op: waits(kind, op)) for op in "FBWR"})
 
 
-def tensor_of(config: Config, hardware: "Hardware") -> LayerSeconds:
-    """Seconds of the mean layer's collectives over tp, within a host and with nothing beside them.
+def tensor_of(config: Config, hardware: Hardware) -> LayerSeconds:
+    """Seconds for which the mean layer waits for collectives over tp, which BW hides.
 
     Sizes are traced; those of embedding and head are left out.
     """
-    costs = costs_of(config)
-    return LayerSeconds(
-        **{op: costs.mean(lambda kind, op=op: kind.tensor[op]) / hardware.within for op in _OPS}
+    group = hardware.axes(config.parallel).tp
+    return _behind_weights(
+        config, hardware, "tensor", lambda sent, calls: hardware.ring(sent, group, calls)
     )
 
 
-def resharding_of(config: Config, hardware: "Hardware") -> LayerSeconds:
+def exchange_of(config: Config, hardware: Hardware) -> LayerSeconds:
+    """Seconds for which the mean layer waits for all-to-alls over ep, which BW hides."""
+    group = hardware.axes(config.parallel).ep
+    return _behind_weights(
+        config, hardware, "exchanged", lambda sent, calls: hardware.all_to_all(sent, group, calls)
+    )
+
+
+def _behind_weights(
+    config: Config, hardware: Hardware, name: str, seconds: Callable[[float, float], float]
+) -> LayerSeconds:
+    """Mean seconds of one kind of collectives; of BW those that take longer than it computes."""
+    costs = costs_of(config)
+    if not any(sum(getattr(kind, name).values()) for kind in costs.kinds.values()):
+        return NO_EXCHANGE
+
+    def of(kind: LayerCosts, op: str) -> float:
+        return seconds(getattr(kind, name)[op], kind.calls[name][op])
+
+    compute = seconds_by_kind(config, hardware)
+    exposed = {
+        one: max(0.0, of(kind, "B") + of(kind, "W") - compute[one].whole_backward)
+        for one, kind in costs.kinds.items()
+    }
+    whole = sum(exposed[one] for one in costs.order)
+    each = {op: costs.mean(lambda kind, op=op: of(kind, op)) for op in "FBWR"}
+    return LayerSeconds(**each, BW=whole / len(costs.order))
+
+
+def resharding_of(config: Config, hardware: Hardware) -> LayerSeconds:
     """Seconds for which the mean layer waits for its parameters where every action gathers them.
 
-    F, B and W gather a layer while another one computes, and W reduces gradients as well.
+    Every op gathers a layer while another one computes, and W and BW reduce gradients as well.
     """
     if not config.parallel.reshards:
         return NO_EXCHANGE
     costs, sent = costs_of(config), layer_traffic(config)
-    waits = dict.fromkeys(_OPS, 0.0)
+    group, compute = hardware.axes(config.parallel).shards, seconds_by_kind(config, hardware)
+    waits = dict.fromkeys(OPS, 0.0)
     for name in costs.order:
-        kind, (gathered, reduced) = costs.kinds[name], sent[name]
-        for op in _OPS:
-            size = gathered + reduced * (op == "W")
-            compute = hardware.seconds(getattr(kind, op), kind.in_fp8[op])
-            waits[op] += max(0.0, size / hardware.network - compute) / len(costs.order)
+        gathered, reduced = sent[name]
+        for op in OPS if costs.kinds[name].for_r else OPS[:-1]:
+            size = gathered + reduced * ("W" in op)
+            moved = hardware.ring(size, group, 1 + ("W" in op))
+            waits[op] += max(0.0, moved - getattr(compute[name], op)) / len(costs.order)
     return LayerSeconds(**waits)

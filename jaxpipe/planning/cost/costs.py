@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec import structs
 
 from jaxpipe.config import Config, DataConfig, ParallelConfig, TrainConfig
+from jaxpipe.planning.cost.kernels import Operations
 
 if TYPE_CHECKING:
     import jax
@@ -34,9 +35,8 @@ class LayerCosts:
     `for_b` and `for_w`, their M_W the bytes of `for_w` and `stash`.
 
     Attributes:
-      F, B, W: FLOPs, with what B recomputes. BW does both.
-      R: FLOPs of a recomputation ahead of B, which B then leaves out.
-      in_fp8: FLOPs of F, B, W and R that are in 8-bit floats.
+      kernels: of F, B, W and BW, with what B recomputes, and of R, a recomputation ahead of B,
+        which B and BW then leave out.
       waits: shapes and dtypes of the values that stay live: residuals that only B reads (`for_b`),
         residuals that W reads (`for_w`), what R reads (`for_r`), and the W stash (`stash`).
       state: bytes that sequence slices leave for each other; their gradient is as large.
@@ -45,14 +45,11 @@ class LayerCosts:
       shared: bytes that a device sends to replicas that share its sequences (cp), in each.
       turned: the bytes of `shared` that go round the ring of ring attention.
       tensor: bytes that a device sends to devices that share its layers (tp), in each.
+      calls: number of collectives of `exchanged`, `shared` and `tensor`, by these names, in each.
       working: what F, B, W, BW and R hold beside parameters and stored values.
     """
 
-    F: float
-    B: float
-    W: float
-    R: float
-    in_fp8: Mapping[str, float]
+    kernels: Mapping[str, Operations]
     waits: Mapping[str, tuple["jax.ShapeDtypeStruct", ...]]
     state: int
     parameters: Parameters
@@ -60,7 +57,28 @@ class LayerCosts:
     shared: Mapping[str, float]
     turned: Mapping[str, float]
     tensor: Mapping[str, float]
+    calls: Mapping[str, Mapping[str, float]]
     working: Mapping[str, "WorkingSet"]
+
+    @property
+    def F(self) -> float:
+        """FLOPs of F."""
+        return self.kernels["F"].flops()
+
+    @property
+    def B(self) -> float:
+        """FLOPs of B, with what it recomputes."""
+        return self.kernels["B"].flops()
+
+    @property
+    def W(self) -> float:
+        """FLOPs of W."""
+        return self.kernels["W"].flops()
+
+    @property
+    def R(self) -> float:
+        """FLOPs of R."""
+        return self.kernels["R"].flops()
 
     @property
     def for_b(self) -> int:
@@ -95,7 +113,7 @@ class ModelCosts:
     Attributes:
       kinds: the costs of each layer kind.
       order: the kind of every layer.
-      head: FLOPs of the loss of a microbatch or slice with all its gradients.
+      head: kernels of the loss of a microbatch or slice with all its gradients.
       head_bytes: bytes that it holds at once beside its inputs.
       message: bytes of the activations between two layers, or of their gradient.
       embed_head: the parameters of embedding, final norm and head.
@@ -104,7 +122,7 @@ class ModelCosts:
 
     kinds: Mapping[str, LayerCosts]
     order: tuple[str, ...]
-    head: float
+    head: Operations
     head_bytes: int
     message: int
     embed_head: Parameters

@@ -12,6 +12,7 @@ from jaxpipe.config import Config
 from jaxpipe.core.schedule import ScheduleError, SimulationReport, simulate
 from jaxpipe.core.schedule.scan import scan_time
 from jaxpipe.planning.candidates import arrange_variant, variant_of, variants
+from jaxpipe.planning.cost.compute import update_bytes
 from jaxpipe.planning.cost.costs import ModelCosts, costs_of, essentials, take_traced
 from jaxpipe.planning.cost.hardware import NO_COPIES, NO_EXCHANGE, OpSeconds
 from jaxpipe.planning.cost.memory import RankBytes
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 class Estimate:
     """What a candidate costs: one row of a plan. Tokens are those of all replicas.
 
-    Times are those of the pipeline and of `update`, without the computation of the update.
+    Times are those of the pipeline and of `update`.
 
     Attributes:
       plan: of the candidate, with the seconds of ops that are simulated.
@@ -38,8 +39,8 @@ class Estimate:
       bytes: of a device.
       sent: bytes that a device sends per step: messages, and mirrored stages.
       mirroring: seconds to send the mirrored stages of a bidirectional schedule; else 0.
-      update: seconds to reduce gradients and gather parameters over dp, and to fetch and return
-        moments that are on the host; nothing is assumed to hide them.
+      update: seconds after the scan: gradients that are reduced over dp, parameters that are
+        updated and gathered, moments that come from the host and return.
       waiting: seconds per step for which compute waits for copies with the host.
       exposed: seconds per step for which compute waits for replicas, over ep and cp.
       tokens: per step.
@@ -220,9 +221,18 @@ def estimate(plan: RunPlan, seconds: OpSeconds | None = None) -> Estimate:
 
 
 def update_seconds(config: Config, layout: "StageLayout", seconds: OpSeconds) -> float:
-    """Seconds of a step outside of the scan: reductions and gathers over dp, and moments."""
-    traffic = step_traffic(config, layout)
-    return traffic.replicas * seconds.network + traffic.host * seconds.host
+    """Seconds of a step outside of the scan: reductions and gathers over dp, moments, the update.
+
+    Reductions begin when a layer has had its last gradient, and hide behind the gradients of the
+    layers before it; those of one layer are left.
+    """
+    traffic, layers = step_traffic(config, layout), len(layout.slot_kinds)
+    reduced = traffic.reduced * seconds.network
+    hidden = min(seconds.layer.whole_backward * (layers - 1), reduced * (layers - 1) / layers)
+    if config.parallel.reshards:
+        hidden = 0.0
+    sent = reduced - hidden + traffic.gathered * seconds.network
+    return sent + traffic.host * seconds.host + update_bytes(config, layout) * seconds.memory
 
 
 def step_seconds(plan: RunPlan) -> float:

@@ -1,8 +1,6 @@
 """Seconds of every op: from sizes and a device's data sheet, or measured and read from a file."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,10 @@ import msgspec
 from msgspec import structs
 
 from jaxpipe.config import Config, ConfigError, to_toml
-from jaxpipe.planning.cost.collectives import resharding_of, sharing_of, tensor_of
-from jaxpipe.planning.cost.costs import ITEMSIZE, LayerCosts, costs_of, essentials, recomputing
+from jaxpipe.planning.cost.collectives import exchange_of, resharding_of, sharing_of, tensor_of
+from jaxpipe.planning.cost.compute import OPS, seconds_by_kind
+from jaxpipe.planning.cost.costs import ITEMSIZE, costs_of, essentials, recomputing
+from jaxpipe.planning.cost.machine import Hardware
 from jaxpipe.planning.cost.seconds import (
     NO_COPIES,
     NO_EXCHANGE,
@@ -23,7 +23,6 @@ from jaxpipe.planning.cost.seconds import (
     Recomputation,
 )
 from jaxpipe.runtime import processes
-from jaxpipe.runtime.devices import DEVICES, Device
 from jaxpipe.runtime.storage.files import AnyPath, open_path, write_whole
 
 __all__ = [
@@ -31,109 +30,70 @@ __all__ = [
     "analytic", "op_seconds", "own_costs", "read_own", "sharing_of", "write_own",
 ]  # fmt: skip
 
-
-@dataclass(frozen=True)
-class Hardware:
-    """A device, and its links to neighbours, to its host and to other replicas.
-
-    `efficiency` is the share of the peak that ops reach; the bubble is not part of it.
-    """
-
-    device: str = "H100"
-    efficiency: float = 0.5
-    link: float = 50e9  # bytes per second to one neighbouring pipeline rank, one way
-    host: float = 50e9  # bytes per second to or from the host, of the 63 GB/s of PCIe 5.0 x16
-    network: float = 50e9  # bytes per second to other replicas: one 400 Gb/s port per device
-
-    @property
-    def within(self) -> float:
-        """Bytes per second to another device of the host, one way."""
-        return self._sheet.link
-
-    @property
-    def flops(self) -> float:
-        """Dense bfloat16 FLOP/s that ops reach."""
-        return self._sheet.flops * self.efficiency
-
-    def seconds(self, flops: float, in_fp8: float) -> float:
-        """Seconds of `flops` FLOPs, `in_fp8` of which are in 8-bit floats.
-
-        Raises `ConfigError` if the device does not multiply 8-bit floats.
-        """
-        if not in_fp8:
-            return flops / self.flops
-        if not self._sheet.fp8:
-            able = ", ".join(name for name, sheet in DEVICES.items() if sheet.fp8)
-            raise ConfigError(
-                f"train.fp8 with the device {self.device!r}, which does not multiply 8-bit floats: "
-                f"use one of {able}, or set train.fp8=none."
-            )
-        return (flops - in_fp8) / self.flops + in_fp8 / (self._sheet.fp8 * self.efficiency)
-
-    @property
-    def _sheet(self) -> Device:
-        if self.device not in DEVICES:
-            raise ConfigError(f"unknown device {self.device!r}: use one of {', '.join(DEVICES)}.")
-        return DEVICES[self.device]
+# Sections and settings of `essentials` on which seconds of ops depend; (): all of a section.
+_MEASURED: dict[str, tuple[str, ...]] = {
+    "model": (),
+    "lora": (),
+    "parallel": ("cp", "cp_method", "cp_heads", "tp", "slices", "sequence_parallel"),
+    "train": (),
+}
 
 
 def analytic(config: Config, hardware: Hardware) -> OpSeconds:
-    """Compute seconds from FLOPs and bytes; a layer is the mean of the model's layers.
+    """Compute seconds from kernels and bytes; a layer is the mean of the model's layers.
 
     The head is the full head, also where ranks share it.
     """
-    costs = costs_of(config)
-
-    def compute(op: str) -> float:
-        return costs.mean(lambda kind: hardware.seconds(getattr(kind, op), kind.in_fp8[op]))
-
+    costs, axes = costs_of(config), hardware.axes(config.parallel)
+    kinds = seconds_by_kind(config, hardware)
+    layer = {op: sum(getattr(kinds[name], op) for name in costs.order) for op in OPS}
     return OpSeconds(
-        layer=LayerSeconds(**{op: compute(op) for op in "FBWR"}),
-        head=costs.head * max(1, config.parallel.vocab_shared_by) / hardware.flops,
-        transfer=costs.message / hardware.link,
+        layer=LayerSeconds(**{op: seconds / len(costs.order) for op, seconds in layer.items()}),
+        head=hardware.seconds(costs_of(_with_own_head(config)).head),
+        transfer=hardware.neighbour(costs.message, axes.pp),
         copies=copies_of(config, hardware),
         again=recomputation_of(config, hardware),
-        exchange=LayerSeconds(
-            **{
-                op: costs.mean(lambda kind, op=op: kind.exchanged[op]) / hardware.network
-                for op in "FBWR"
-            }
-        ),
+        exchange=exchange_of(config, hardware),
         sharing=sharing_of(config, hardware).beside(resharding_of(config, hardware)),
         tensor=tensor_of(config, hardware),
         **_rates(config, hardware),
-    )  # fmt: skip
+    )
+
+
+def _with_own_head(config: Config) -> Config:
+    parallel = msgspec.structs.replace(config.parallel, vocab_parallel_pp=False)
+    return msgspec.structs.replace(config, parallel=parallel)
 
 
 def _rates(config: Config, hardware: Hardware) -> dict[str, Any]:
-    """The fields that measurements lack: shares of layers, and rates of the links of a step."""
+    """The fields that measurements lack: shares of layers, and rates of what a step does once."""
+    replicas = hardware.axes(config.parallel).replicas
     return {
         "shares": shares_of(config, hardware),
-        "network": 1 / hardware.network,
+        "network": hardware.ring(1.0, replicas, calls=0),
         "host": 1 / hardware.host,
+        "memory": hardware.copying(1.0),
     }
 
 
 def shares_of(config: Config, hardware: Hardware) -> tuple[LayerShare, ...]:
-    """What every layer takes, in mean layers, by its kind's FLOPs and bytes over ep.
+    """What every layer takes, in mean layers, by its kind's seconds and bytes over ep.
 
     Empty: layers are of one kind.
     """
     costs = costs_of(config)
     if len(costs.kinds) == 1:
         return ()
+    compute = seconds_by_kind(config, hardware)
 
-    def relative(of: Callable[[LayerCosts], float]) -> dict[str, float]:
-        mean = costs.mean(of)
-        return {name: of(kind) / mean if mean else 1.0 for name, kind in costs.kinds.items()}
+    def relative(of: dict[str, float]) -> dict[str, float]:
+        mean = sum(of[name] for name in costs.order) / len(costs.order)
+        return {name: each / mean if mean else 1.0 for name, each in of.items()}
 
-    computed = {
-        op: relative(lambda kind, op=op: hardware.seconds(getattr(kind, op), kind.in_fp8[op]))
-        for op in ("F", "B", "W")
-    }
-    exchanged = relative(lambda kind: sum(kind.exchanged.values()))
+    computed = [relative({name: getattr(one, op) for name, one in compute.items()}) for op in "FBW"]
+    exchanged = relative({name: sum(kind.exchanged.values()) for name, kind in costs.kinds.items()})
     return tuple(
-        LayerShare(*(op[name] for op in computed.values()), exchanged[name]) for name in costs.order
+        LayerShare(*(op[name] for op in computed), exchanged[name]) for name in costs.order
     )
 
 
@@ -163,17 +123,40 @@ def recomputation_of(config: Config, hardware: Hardware) -> Recomputation:
     return Recomputation(config.train.remat_layers, layer + exchange + sharing + tensor)
 
 
-def read_measured(path: AnyPath) -> OpSeconds:
-    """Read measured seconds, as `python -m jaxpipe.bench ops` writes them.
+def measured_for(config: Config) -> dict[str, Any]:
+    """The settings on which seconds of ops depend, by name: a file of measurements carries them."""
+    tree = json.loads(msgspec.json.encode(essentials(config)))
+    return {
+        f"{section}.{key}": value
+        for section, keys in _MEASURED.items()
+        for key, value in tree[section].items()
+        if (not keys or key in keys) and key not in ("n_layers", "preset")
+    }
 
-    The form, also for files written by hand, is `{"seconds": {"layer": {"F": s, "B": s, "W": s},
-    "head": s, "transfer": s}}`.
 
-    Raises `ConfigError` if the file cannot be read or is not of this form.
+def read_measured(path: AnyPath, config: Config) -> OpSeconds:
+    """Read measured seconds for a configuration, as `python -m jaxpipe.bench ops` writes them.
+
+    The form of files written by hand is `{"seconds": {"layer": {"F": s, "B": s, "W": s}, "head": s,
+    "transfer": s}}`. `bench ops` adds, as `of`, for what it measured (`measured_for`).
+
+    Raises `ConfigError` if the file cannot be read, is not of this form, or is of other settings.
     """
     try:
-        return msgspec.convert(json.loads(path.read_text())["seconds"], OpSeconds)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        content = json.loads(path.read_text())
+        measured, wanted = content.get("of"), measured_for(config)
+        if isinstance(measured, dict):
+            for name, value in wanted.items():
+                if name in measured and measured[name] != value:
+                    raise ConfigError(
+                        f"{path} was measured with {name}={measured[name]!r}, and this is {name}="
+                        f"{value!r}: measure this configuration by `python -m jaxpipe.bench ops`, "
+                        f"or leave it to the table of the device."
+                    )
+        return msgspec.convert(content["seconds"], OpSeconds)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(
             f"cannot read op seconds from {path} ({error}): give what "
             "`python -m jaxpipe.bench ops` writes, or a JSON object like "
@@ -193,7 +176,7 @@ def measured_seconds(config: Config) -> OpSeconds | None:
         return None
 
     def read() -> str:
-        seconds = read_own(config) if costs == "measure" else read_measured(Path(costs))
+        seconds = read_own(config) if costs == "measure" else read_measured(Path(costs), config)
         return msgspec.json.encode(seconds).decode()
 
     return msgspec.json.decode(processes.group().from_first("costs", read), type=OpSeconds | None)
@@ -229,7 +212,7 @@ def read_own(config: Config) -> OpSeconds | None:
     path = own_costs(config)
     if not path.exists():
         return None
-    seconds = read_measured(path)
+    seconds = read_measured(path, config)
     return seconds if json.loads(path.read_text()).get("of") == _sizes(config) else None
 
 

@@ -33,11 +33,13 @@ class StepTraffic(NamedTuple):
     """Bytes that a device sends once a step, outside of the scan.
 
     Attributes:
-      replicas: gradients that are reduced, and parameters that are gathered.
+      reduced: gradients that are reduced over replicas.
+      gathered: parameters that are gathered over replicas.
       host: moments that come from the host and return.
     """
 
-    replicas: float
+    reduced: float
+    gathered: float
     host: int
 
 
@@ -53,10 +55,11 @@ def step_traffic(config: Config, layout: "StageLayout") -> StepTraffic:
     layers = [] if parallel.reshards else [by_kind[kind] for kind in layout.slot_kinds]
     item, of_sum = ITEMSIZE[train.compute_dtype], ITEMSIZE[parallel.grad_reduce_dtype]
     times = of_sum * (2 if parallel.zero_stage < 2 else 1)
-    sent = sum(times * trained.reduced for trained, _ in (*layers, embed_head))
-    sent += sum(item * (one.full - one.shard) for both in (*layers, embed_head) for one in both)
+    reduced = sum(times * trained.reduced for trained, _ in (*layers, embed_head))
+    every = (*layers, embed_head)
+    gathered = sum(item * (one.full - one.shard) for both in every for one in both)
     moments = sum(by_kind[kind][0].moments for kind in layout.slot_kinds) + embed_head[0].moments
-    return StepTraffic(sent, 2 * moments if train.offload_moments else 0)
+    return StepTraffic(reduced, gathered, 2 * moments if train.offload_moments else 0)
 
 
 def layer_traffic(config: Config) -> dict[str, tuple[float, float]]:

@@ -54,7 +54,7 @@ NO_RECOMPUTATION = Recomputation(layers=0, B=0.0)
 
 
 class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of F, B and W of one layer, and of BW if it was measured; else 0.
+    """Seconds of F, B and W of one layer, and of BW; None: as long as B and W.
 
     R is a recomputation ahead of B, which is not part of B and BW; 0: there is none.
     """
@@ -62,24 +62,27 @@ class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     F: float
     B: float
     W: float
-    BW: float = 0.0
+    BW: float | None = None
     R: float = 0.0
 
     @property
     def whole_backward(self) -> float:
         """Seconds of BW."""
-        return self.BW or self.B + self.W
+        return self.B + self.W if self.BW is None else self.BW
 
     def beside(self, more: "LayerSeconds") -> "LayerSeconds":
         """Add the seconds of `more`."""
-        both = self.BW and self.BW + more.whole_backward
+        both = None
+        if self.BW is not None or more.BW is not None:
+            both = self.whole_backward + more.whole_backward
         f, b, w, r = (getattr(self, op) + getattr(more, op) for op in ("F", "B", "W", "R"))
         return LayerSeconds(f, b, w, both, r)
 
     @property
     def in_backward(self) -> "LayerSeconds":
         """The seconds if B and BW do what R does."""
-        return LayerSeconds(self.F, self.B + self.R, self.W, self.BW and self.BW + self.R)
+        both = None if self.BW is None else self.BW + self.R
+        return LayerSeconds(self.F, self.B + self.R, self.W, both)
 
 
 NO_EXCHANGE = LayerSeconds(F=0.0, B=0.0, W=0.0)
@@ -103,14 +106,16 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       copies: of residuals that are offloaded to the host; computed, never measured.
       again: what B of a stage's first layers recomputes, more than `layer`; computed, never
         measured.
-      exchange: all-to-alls of a layer over ep; 0 if `layer` is measured and so contains them.
+      exchange: all-to-alls of a layer over ep that its compute does not hide; 0 if `layer` is
+        measured and so contains them.
       sharing: waits of a layer for replicas: those that share its sequences, and those that have
         the other shards of its parameters where every action gathers them; 0 if `layer` is
         measured.
-      tensor: collectives of a layer over tp; 0 if `layer` is measured and so contains them.
+      tensor: collectives of a layer over tp that its compute does not hide; 0 if `layer` is
+        measured and so contains them.
       shares: what every layer takes, in mean layers; empty: all are alike.
-      network, host: seconds per byte to replicas, and between a device and its host; never
-        measured.
+      network, host, memory: seconds per byte that a device sends around a ring of all replicas,
+        to or from its host, and of its own memory; never measured.
     """
 
     layer: LayerSeconds
@@ -126,6 +131,7 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shares: tuple[LayerShare, ...] = ()
     network: float = 0.0
     host: float = 0.0
+    memory: float = 0.0
 
     def sending(self, size: int, message: int) -> float:
         """Seconds to send `size` bytes to a neighbour, if `message` bytes take `transfer`."""
@@ -193,7 +199,7 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not split:  # each half of BW is alike
             bw = both * layer.whole_backward + waits.whole_backward
             computed[1:] = [bw / 2] * 2
-            exchanged[1:] = [sum(exchanged[1:]) / 2] * 2
+            exchanged[1:] = [x * exchange.whole_backward / 2] * 2
             copied[1:] = [copies.B / 2] * 2
         seconds = [copies.beside(c, op + x, n) for c, op, x in zip(copied, computed, exchanged)]
         again = self.again.of_stage(n)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Collection
 from functools import partial
 from itertools import islice
-from math import lcm, prod
-from typing import Any
+from math import lcm
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,13 @@ from jaxpipe.core.split import POLICIES
 from jaxpipe.core.split.crossing import RECOMPUTED, Policy
 from jaxpipe.core.split.split import Cotangent, inexact
 from jaxpipe.model.ahead import ahead_keys
-from jaxpipe.model.kernels import cudnn, grouped_fp8
 from jaxpipe.model.kernels.cudnn_attention import replace_kernels
 from jaxpipe.model.layers.moe.balance import REAL
 from jaxpipe.model.loss import CHOICES
 from jaxpipe.planning.cost.costs import LayerCosts, ModelCosts, Parameters, size_of
+from jaxpipe.planning.cost.kernels import Operations
 from jaxpipe.planning.cost.liveness import WorkingSet, working_set
+from jaxpipe.planning.cost.operations import operations_of
 from jaxpipe.planning.model import model_of
 
 Tree = Any
@@ -84,7 +85,8 @@ def trace(
             head, head_bytes = known_embed_head.head, known_embed_head.head_bytes
         else:
             traced = jax.make_jaxpr(loss_and_gradients)(select(trained, embed_head), x, rows)
-            head, head_bytes = product_flops(traced.jaxpr), working_set(traced.jaxpr).peak
+            head = operations_of(traced.jaxpr, adds=True)
+            head_bytes = working_set(traced.jaxpr).peak
         reads = any(functions.kinds_by_name[name].reads for name in layers)
         kinds = known_layers.kinds if known_layers else kinds
         costs.append(ModelCosts(kinds, order, head, head_bytes, _bytes(x), of_embed_head, reads))
@@ -104,31 +106,20 @@ def trace(
     return costs[0]
 
 
-def product_flops(jaxpr: Jaxpr, iterations: float = 1, *, fp8: bool = False) -> float:
-    """FLOPs of the matrix products of a jaxpr, with all iterations of loops and the largest branch.
-
-    A `while` loop counts `iterations` times. With `fp8` only products of two 8-bit floats count.
-
-    >>> product_flops(jax.make_jaxpr(lambda x: x @ x.T)(jnp.ones((2, 3))).jaxpr)
-    24
-    """
-    return _total(jaxpr, partial(_flops_of, fp8=fp8), iterations)
-
-
 def sent_bytes(
     jaxpr: Jaxpr,
     axes: tuple[str, ...],
     devices: int,
     iterations: float = 1,
     *,
-    round_ring: bool = False,
+    of: Literal["bytes", "turned", "calls"] = "bytes",
 ) -> float:
     """Bytes that each device sends in a jaxpr's collectives over mesh axes of `devices` devices.
 
     Collectives may be in smaller groups. A permute sends its operand, an all-to-all and a
     reduce-scatter all of it but the device's own shard; an all-gather sends it to every other
     device; an all-reduce is a reduce-scatter and an all-gather of the shards. Loops count as in
-    `product_flops`. With `round_ring` only permutes count.
+    `operations_of`. With `of="turned"` only permutes count, and "calls" counts collectives.
     """
 
     def times(name: str, members: int) -> float | None:
@@ -141,7 +132,7 @@ def sent_bytes(
             "all_to_all": others / members,
             "reduce_scatter": others / members,
         }
-        return None if round_ring else known.get(name)
+        return None if of == "turned" else known.get(name)
 
     def sent(eqn: JaxprEqn) -> float | None:
         over, groups = eqn.params.get("axis_name"), eqn.params.get("axis_index_groups")
@@ -149,7 +140,7 @@ def sent_bytes(
         size = times(eqn.primitive.name, len(groups[0]) if groups else devices)
         if size is None or axes != ((over,) if isinstance(over, str) else over):
             return None
-        return _bytes([var.aval for var in eqn.invars]) * size
+        return 1.0 if of == "calls" else _bytes([var.aval for var in eqn.invars]) * size
 
     return _total(jaxpr, sent, iterations)
 
@@ -180,32 +171,6 @@ def _total(jaxpr: Jaxpr, of_eqn: Callable[[JaxprEqn], float | None], iterations:
     return total
 
 
-def _flops_of(eqn: JaxprEqn, *, fp8: bool) -> float | None:
-    """FLOPs of one product or kernel; None for any other equation."""
-    name = eqn.primitive.name
-    if name == "dot_general":
-        if fp8 and any(var.aval.dtype.itemsize > 1 for var in eqn.invars):
-            return 0
-        (contract, _), _ = eqn.params["dimension_numbers"]
-        left = eqn.invars[0].aval.shape
-        return 2 * prod(eqn.outvars[0].aval.shape) * prod(left[axis] for axis in contract)
-    if name == grouped_fp8.NAME:
-        return grouped_fp8.flops(*(var.aval.shape for var in eqn.invars[:2]))
-    if name == "ragged_dot_general":
-        return 0 if fp8 else _ragged_flops(eqn)
-    kernel = cudnn.flops(name, tuple(var.aval.shape for var in eqn.invars), eqn.params)
-    return 0 if fp8 and kernel is not None else kernel
-
-
-def _ragged_flops(eqn: JaxprEqn) -> float:
-    """FLOPs of a grouped product, of each row with the matrix of its group."""
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (_, contract), (_, batch) = numbers.dot_dimension_numbers
-    left, right = (var.aval.shape for var in eqn.invars[:2])
-    known = {*contract, *batch, *numbers.rhs_group_dimensions}
-    return 2 * prod(left) * prod(size for dim, size in enumerate(right) if dim not in known)
-
-
 def _layer_costs(
     run: TracedKind, params: Tree, x: Any, context: Context, parameters: Parameters,
     parallel: ParallelConfig,
@@ -232,15 +197,15 @@ def _layer_costs(
     for op, (function, args, live, stored) in calls.items():
         ops[op] = jax.make_jaxpr(function)(*args).jaxpr
         working[op] = working_set(ops[op], *(_inputs(ops[op], args, of) for of in (live, stored)))
+    kernels = {"R": Operations()} | {
+        op: operations_of(jaxpr, before, adds="W" in op) for op, jaxpr in ops.items()
+    }
     both = ops.pop("BW")
 
-    def sent(axes: tuple[str, ...], devices: int, **of: bool) -> dict[str, float]:
+    def sent(axes: tuple[str, ...], devices: int, **of: Any) -> dict[str, float]:
         return {"R": 0.0} | {
             op: sent_bytes(jaxpr, axes, devices, before, **of) for op, jaxpr in ops.items()
         }
-
-    def flops(*, fp8: bool) -> dict[str, float]:
-        return {"R": 0.0} | {op: product_flops(jaxpr, before, fp8=fp8) for op, jaxpr in ops.items()}
 
     over_ep, over_cp = sent((EP,), parallel.ep), sent(ZERO_AXES, parallel.cp)
     over_tp = sent((TP,), parallel.tp)
@@ -249,12 +214,16 @@ def _layer_costs(
     gradients = _bytes([var.aval for var in ops["W"].outvars])
     working["BW"] = WorkingSet(peak, live_for_w(both, split.handed, gradients, sends=sends))
     return LayerCosts(
-        **flops(fp8=False),
-        in_fp8=flops(fp8=True),
+        kernels=kernels,
         exchanged=over_ep,
         shared=over_cp,
-        turned=sent(ZERO_AXES, parallel.cp, round_ring=True),
+        turned=sent(ZERO_AXES, parallel.cp, of="turned"),
         tensor=over_tp,
+        calls={
+            "exchanged": sent((EP,), parallel.ep, of="calls"),
+            "shared": sent(ZERO_AXES, parallel.cp, of="calls"),
+            "tensor": sent((TP,), parallel.tp, of="calls"),
+        },
         waits={
             "for_b": residuals.for_b,
             "for_w": residuals.for_w,

@@ -20,7 +20,7 @@ UNEVEN = (
     "model.n_experts=4", "model.experts_per_token=2", "model.d_expert=96",
     "model.first_dense_layers=1", "parallel.pp=2", "parallel.vocab_parallel_pp=false",
 )  # fmt: skip
-SHEET = Device(flops=1e3, memory=1, link=1, fp8=2e3)
+SHEET = Device(flops=1e3, memory=1, link=1, bandwidth=1, cores=1, fp8=2e3)
 BANDWIDTH = 1e4
 
 

@@ -1,0 +1,47 @@
+"""Seconds of what a device computes: its layers, and bytes of the update of its parameters."""
+
+from typing import TYPE_CHECKING
+
+from jaxpipe.config import Config
+from jaxpipe.planning.cost.costs import ITEMSIZE, costs_of
+from jaxpipe.planning.cost.machine import Hardware
+from jaxpipe.planning.cost.seconds import LayerSeconds
+from jaxpipe.planning.cost.state_sizes import FLOAT32, stored_values
+
+if TYPE_CHECKING:
+    from jaxpipe.core.mesh import StageLayout
+
+OPS = ("F", "B", "W", "BW", "R")
+
+
+def seconds_by_kind(config: Config, hardware: Hardware) -> dict[str, LayerSeconds]:
+    """Seconds of F, B, W, BW and R of a layer of every kind, without collectives.
+
+    To the kernels of an op come copies of what F and B leave in ring buffers, and of what B and W
+    read out of them.
+    """
+    found = {}
+    for name, kind in costs_of(config).kinds.items():
+        kept, stash = kind.for_b + kind.for_w, kind.stash
+        copied = {
+            "F": 2 * (kind.for_r or kept),
+            "B": kept + 2 * stash,
+            "W": kind.for_w + stash,
+            "BW": kept,
+            "R": kind.for_r and kind.for_r + 2 * kept,
+        }
+        found[name] = LayerSeconds(
+            *(hardware.seconds(kind.kernels[op]) + hardware.copying(copied[op]) for op in OPS)
+        )
+    return found
+
+
+def update_bytes(config: Config, layout: "StageLayout") -> float:
+    """Bytes of its memory that a device reads and writes to update its parameters.
+
+    Parameters and moments are read and written, gradients read, and parameters cast for the ops.
+    """
+    by_kind, (embed_head, _) = stored_values(config)
+    trained = [by_kind[kind][0] for kind in layout.slot_kinds] + [embed_head]
+    item = ITEMSIZE[config.train.compute_dtype]
+    return sum((3 * FLOAT32 + item) * one.shard + 2 * one.moments for one in trained)

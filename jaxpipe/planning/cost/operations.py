@@ -1,0 +1,261 @@
+"""The kernels of a traced function, as XLA fuses its equations.
+
+XLA fuses elementwise and data-moving equations into one kernel for every value that something
+reads from memory: another kernel, the caller, or several fusions with other operands. Kernels with
+the same operands are one. A sum along rows, as of a norm, is part of the kernel that reads it.
+"""
+
+from collections.abc import Iterator
+from itertools import count
+from math import prod
+from typing import Any, NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from jaxpipe.model.kernels import cudnn, grouped_fp8
+from jaxpipe.planning.cost.kernels import Attention, Operations, Product
+
+_PRODUCTS = ("dot_general", "ragged_dot", grouped_fp8.NAME)
+_COLLECTIVES = ("all_gather", "all_to_all", "ppermute", "psum", "reduce_scatter")
+# Other equations that are kernels of their own, by the beginnings of their names.
+_KERNELS = (*_PRODUCTS, *_COLLECTIVES, "conv_general", "cum", "dot_product_attention",
+            "pallas_call", "scatter", "sort", "top_k")  # fmt: skip
+_LOOPS = ("cond", "scan", "while")
+_RENAMES = ("copy", "expand_dims", "name", "optimization_barrier", "reshape", "squeeze",
+            "stop_gradient")  # fmt: skip
+_SMALL = 2**16  # bytes of a value that a kernel reads beside others in no time
+_PARTS = ("dynamic_slice", "gather", "slice", "split")  # read no more than they return
+
+
+def operations_of(jaxpr: Jaxpr, iterations: float = 1, *, adds: bool = False) -> Operations:
+    """Return the kernels of a jaxpr, with all iterations of loops and the largest branch.
+
+    A `while` loop counts `iterations` times; of branches for platforms the one not for CPU counts.
+    With `adds`, products that are results of the jaxpr are added to sums of their size, in place.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def mlp(x, up, down):
+    ...     return jnp.sin(jnp.tanh(x @ up) @ down)
+    >>> jaxpr = jax.make_jaxpr(mlp)(jnp.ones((2, 3)), jnp.ones((3, 5)), jnp.ones((5, 3))).jaxpr
+    >>> found = operations_of(jaxpr)  # tanh reads and writes 2 x 5 floats, sin 2 x 3
+    >>> found.flops(), found.moved, found.launches
+    (120.0, 128.0, 4.0)
+    """
+    found = Operations()
+    steps = list(_inlined(jaxpr, {}, 0, count(1)))
+    for step in steps:
+        if bodies := _bodies(step.eqn):
+            found.add(_of_bodies(step.eqn, bodies, iterations))
+    results = {Value(var) for var in jaxpr.outvars if isinstance(var, Var)}
+    _count_kernels(steps, results, found, adds=adds)
+    return found
+
+
+class Value(NamedTuple):
+    """A variable of a jaxpr in one of its calls; a jaxpr that is called twice has one of each."""
+
+    var: Var
+    call: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of its array."""
+        return _size(self.var)
+
+
+class _Step(NamedTuple):
+    """An equation of a function whose calls are inlined, with its operands and results."""
+
+    eqn: JaxprEqn
+    reads: tuple[Value, ...]
+    makes: tuple[Value, ...]
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether its operands and results are in memory."""
+        return self.name.startswith(_KERNELS) or bool(_bodies(self.eqn))
+
+
+def _of_bodies(eqn: JaxprEqn, bodies: list[Jaxpr], iterations: float) -> Operations:
+    """The kernels of a loop, or of the largest branch of a condition."""
+    name, each = eqn.primitive.name, [operations_of(body, iterations) for body in bodies]
+    if name == "cond":
+        if eqn.params.get("branches_platforms"):
+            return each[-1]
+        return max(each, key=lambda one: (one.flops(), one.moved))
+    every = Operations()
+    for body in each:
+        every.add(body, {"scan": eqn.params.get("length"), "while": iterations}.get(name, 1))
+    return every
+
+
+def _count_kernels(
+    steps: list[_Step], results: set[Value], found: Operations, *, adds: bool
+) -> None:
+    """Add the kernels of the steps, except those of bodies."""
+    same = _renamed(steps)
+    named = lambda value: same.get(value, value)  # noqa: E731
+    wanted = {named(value) for value in results}
+    sums = wanted if adds else set()
+    wanted = wanted | {named(value) for step in steps if step.is_kernel for value in step.reads}
+    sources: dict[Value, frozenset[Value]] = {}
+    fused: dict[frozenset[Value], int] = {}  # bytes that the kernel with these operands moves
+    for step in steps:
+        if step.is_kernel:
+            added = sum(value.size for value in sums.intersection(step.makes))
+            _count_kernel(step, added, found)
+            continue
+        if step.name in _RENAMES:
+            continue
+        reads = frozenset().union(*(sources.get(named(v), {named(v)}) for v in step.reads))
+        if any(read.size > _SMALL for read in reads):
+            reads = frozenset(read for read in reads if read.size > _SMALL)
+        for value in step.makes:
+            is_part = step.name in _PARTS and value.size < sum(read.size for read in reads)
+            is_sum = step.name.startswith("reduce_") and not _along_rows(step.eqn)
+            if value not in wanted and not is_part and not is_sum:
+                sources[value] = reads
+                continue
+            if is_part and value not in wanted:  # its reader reads no more of the operands
+                sources[value] = frozenset({value})
+                continue
+            moved = 2 * value.size if is_part else value.size
+            fused.setdefault(reads, 0 if is_part else sum(read.size for read in reads))
+            fused[reads] += moved
+    found.moved += sum(fused.values())
+    found.launches += len(fused)
+
+
+def _count_kernel(step: _Step, added: int, found: Operations) -> None:
+    """Add an equation that is a kernel of its own, and reads `added` bytes of sums."""
+    eqn, name = step.eqn, step.name
+    if name.startswith(_COLLECTIVES) or _bodies(eqn):
+        return
+    found.launches += 1
+    moved = added + sum(map(_size, (*eqn.invars, *eqn.outvars)))
+    shapes = tuple(var.aval.shape for var in eqn.invars)
+    if name.startswith(_PRODUCTS):
+        found.products[_product(eqn, moved)] += 1
+    elif (flops := cudnn.flops(name, shapes, eqn.params)) is not None:
+        keys, width = shapes[1][1], shapes[0][-1]
+        found.attentions[Attention(keys, width, flops, cudnn.is_gradient(name))] += 1
+    elif name.startswith("scatter"):  # in place
+        found.moved += 3 * _size(eqn.invars[2])
+    else:
+        found.moved += moved
+
+
+def _product(eqn: JaxprEqn, moved: int) -> Product:
+    left, right = (var.aval for var in eqn.invars[:2])
+    itemsize = max(left.dtype.itemsize, right.dtype.itemsize)
+    if eqn.primitive.name == "dot_general":
+        (contract, _), (batch, _) = eqn.params["dimension_numbers"]
+        inner, groups = (prod(left.shape[dim] for dim in dims) for dims in (contract, batch))
+        rows = prod(left.shape) // (inner * groups)
+        return Product(itemsize, groups, rows, inner, prod(right.shape) // (inner * groups), moved)
+    groups = prod(eqn.invars[2].aval.shape)
+    if eqn.primitive.name == grouped_fp8.NAME:
+        flops, inner = grouped_fp8.flops(left.shape, right.shape), left.shape[-1]
+    else:
+        flops, inner = (
+            _ragged_flops(eqn),
+            prod(
+                left.shape[dim]
+                for dim in eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][0]
+            ),
+        )
+    rows = prod(left.shape) // inner
+    columns = flops // (2 * rows * inner)
+    if len(right.shape) == 3:  # every group has its own matrix, and a share of the rows
+        return Product(itemsize, groups, rows / groups, inner, columns, moved)
+    return Product(itemsize, groups, rows, inner / groups, columns, moved)
+
+
+def _ragged_flops(eqn: JaxprEqn) -> float:
+    """FLOPs of a grouped product, of each row with the matrix of its group."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contract), (_, batch) = numbers.dot_dimension_numbers
+    left, right = (var.aval.shape for var in eqn.invars[:2])
+    known = {*contract, *batch, *numbers.rhs_group_dimensions}
+    return 2 * prod(left) * prod(size for dim, size in enumerate(right) if dim not in known)
+
+
+def _along_rows(eqn: JaxprEqn) -> bool:
+    """Whether a reduction is over the last dims alone, within the rows that a kernel reads."""
+    axes, rank = eqn.params.get("axes", ()), len(eqn.invars[0].aval.shape)
+    return sorted(axes) == list(range(rank - len(axes), rank)) and len(axes) < rank
+
+
+def _renamed(steps: list[_Step]) -> dict[Value, Value]:
+    """What values of equations that copy nothing are other names of.
+
+    A product also reads a transposed operand where it is, and may scale its result.
+    """
+    same: dict[Value, Value] = {}
+    products = {value for step in steps if step.name.startswith(_PRODUCTS) for value in step.makes}
+    for step in steps:
+        first = step.reads and same.get(step.reads[0], step.reads[0])
+        is_scaled = step.name == "mul" and first in products and _is_scaled(step)
+        if step.name in _RENAMES or is_scaled:
+            same |= {new: same.get(old, old) for new, old in zip(step.makes, step.reads)}
+    transposed = {
+        step.makes[0]: same.get(step.reads[0], step.reads[0])
+        for step in steps
+        if step.name == "transpose"
+    }
+    others = {
+        same.get(value, value)
+        for step in steps
+        if not step.name.startswith(_PRODUCTS)
+        for value in step.reads
+    }
+    return same | {new: old for new, old in transposed.items() if new not in others}
+
+
+def _is_scaled(step: _Step) -> bool:
+    """Whether a product of two values has the size of the first, and the second is one number."""
+    return all(prod(var.aval.shape) == 1 for var in step.eqn.invars[1:])
+
+
+def _inlined(
+    jaxpr: Jaxpr, names: dict[Var, Value | Literal], call: int, calls: Iterator[int]
+) -> Iterator[_Step]:
+    """Yield the equations of a jaxpr, and those of its calls in their place.
+
+    Args:
+      names: what variables stand for that are not of this call.
+      call, calls: its number, and those of further calls.
+    """
+
+    def named(var: Any) -> Value | Literal:
+        return var if isinstance(var, Literal) else names.get(var, Value(var, call))
+
+    for eqn in jaxpr.eqns:
+        reads = tuple(map(named, eqn.invars))
+        if eqn.primitive.name in _LOOPS or not (bodies := _bodies(eqn)):
+            kept = tuple(value for value in reads if isinstance(value, Value))
+            yield _Step(eqn, kept, tuple(map(named, eqn.outvars)))
+            continue
+        (body,), number = bodies, next(calls)
+        inside = dict(zip(body.invars, reads))
+        yield from _inlined(body, inside, number, calls)
+        for result, of in zip(eqn.outvars, body.outvars):
+            names[result] = of if isinstance(of, Literal) else inside.get(of, Value(of, number))
+
+
+def _bodies(eqn: JaxprEqn) -> list[Jaxpr]:
+    return [
+        getattr(body, "jaxpr", body)
+        for value in eqn.params.values()
+        for body in (value if isinstance(value, tuple | list) else (value,))
+        if isinstance(body, ClosedJaxpr | Jaxpr)
+    ]
+
+
+def _size(var: Any) -> int:
+    aval = var.aval
+    return prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
