@@ -11,8 +11,8 @@ With `--search --devices N` it instead searches for the fastest mesh, schedule a
 on N devices for the configuration's tokens a step; overrides stay as they are, and `--write
 FILE.toml` writes the fastest. With `--check-gpu` too, the best three are compiled.
 
-With `--rules` alone it prints the rules across settings, which are checked before every run, and
-with `--settings` alone every setting with its meaning, type, default and rules.
+Alone, `--rules` prints the rules across settings, `--settings` every setting with its meaning and
+rules, and `--published` what others measured beside what is planned for their layouts.
 
 Exit codes: 0 done; 2 bad input. With `--check-gpu`: 0 it fits; 1 it does not; 2 bad input, or no
 compiler for GPUs.
@@ -83,8 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
+    if not 0 < (value := float(text)) <= 1:
         raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
     return value
 
@@ -107,10 +106,8 @@ def _counts(text: str) -> list[int]:
 def _published() -> str:
     from jaxpipe.planning.published import show
 
-    with (
-        _no_search_for_cycles(),
-        (console := Console(highlight=False, width=250)).capture() as text,
-    ):
+    console = Console(highlight=False, width=250)
+    with _no_search_for_cycles(), console.capture() as text:
         show(console)
     return text.get().rstrip()
 

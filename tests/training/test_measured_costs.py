@@ -34,9 +34,9 @@ SECONDS = OpSeconds(LayerSeconds(F=1.0, B=2.0, W=0.25), head=0.5, transfer=0.062
 
 
 def with_links(seconds):
-    """Return measured seconds with those of links, which a data sheet gives."""
+    """Return measured seconds with those of links and memory, which a data sheet gives."""
     card = Hardware()
-    return msgspec.structs.replace(seconds, network=1 / card.network, host=1 / card.host)
+    return msgspec.structs.replace(seconds, host=1 / card.host, memory=card.copying(1.0))
 
 
 def load(directory, *more):

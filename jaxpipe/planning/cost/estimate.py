@@ -223,16 +223,19 @@ def estimate(plan: RunPlan, seconds: OpSeconds | None = None) -> Estimate:
 def update_seconds(config: Config, layout: "StageLayout", seconds: OpSeconds) -> float:
     """Seconds of a step outside of the scan: reductions and gathers over dp, moments, the update.
 
-    Reductions begin when a layer has had its last gradient, and hide behind the gradients of the
-    layers before it; those of one layer are left.
+    Gradients of a layer are reduced while those of layers before it are computed, and a layer is
+    gathered while the first F of layers before it runs; both are waited for in one layer.
     """
-    traffic, layers = step_traffic(config, layout), len(layout.slot_kinds)
-    reduced = traffic.reduced * seconds.network
-    hidden = min(seconds.layer.whole_backward * (layers - 1), reduced * (layers - 1) / layers)
-    if config.parallel.reshards:
-        hidden = 0.0
-    sent = reduced - hidden + traffic.gathered * seconds.network
+    traffic, layer = step_traffic(config, layout), seconds.layer
+    sent = _exposed(traffic.reduced * seconds.network, layer.whole_backward, config, layout)
+    sent += _exposed(traffic.gathered * seconds.network, layer.F, config, layout)
     return sent + traffic.host * seconds.host + update_bytes(config, layout) * seconds.memory
+
+
+def _exposed(sent: float, compute: float, config: Config, layout: "StageLayout") -> float:
+    """Seconds of `sent` that all layers but one, which take `compute` seconds each, do not hide."""
+    layers = 1 if config.parallel.reshards else len(layout.slot_kinds)
+    return max(sent / layers, sent - compute * (layers - 1))
 
 
 def step_seconds(plan: RunPlan) -> float:
