@@ -101,7 +101,7 @@ def test_all_to_alls_take_time_and_hide_in_pairs():
         without = one.seconds - one.exposed - one.update
         assert without == pytest.approx(free.seconds - free.update, rel=1e-5)
         shares.append(one.exposed / without)
-    assert shares[1] < 0.5 * shares[0]  # 0.455; 0.549 without overlap
+    assert shares[1] < 0.7 * shares[0]  # 0.605; those of BW are hidden in 1F1B, too
 
 
 @pytest.mark.extended

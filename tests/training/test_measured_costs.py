@@ -23,6 +23,7 @@ from jaxpipe.planning import (
     resolve,
     write_own,
 )
+from jaxpipe.planning.cost import machine
 from jaxpipe.run.measure import measured_costs, op_timers
 from jaxpipe.runtime import processes
 from jaxpipe.runtime.group import Group
@@ -33,10 +34,12 @@ CPUS = Devices("cpu", count=2)
 SECONDS = OpSeconds(LayerSeconds(F=1.0, B=2.0, W=0.25), head=0.5, transfer=0.0625)
 
 
-def with_links(seconds):
+def with_links(seconds, replicas=1):
     """Return measured seconds with those of links and memory, which a data sheet gives."""
     card = Hardware()
-    return msgspec.structs.replace(seconds, host=1 / card.host, memory=card.copying(1.0))
+    network = card.ring(1.0, machine.Group(replicas, replicas), calls=0)
+    links = {"network": network, "host": 1 / card.host, "memory": card.copying(1.0)}
+    return msgspec.structs.replace(seconds, **links)
 
 
 def load(directory, *more):
@@ -70,9 +73,8 @@ def test_until_then_and_for_other_sizes_a_data_sheet_stands_in(tmp_path):
     write_own(config, SECONDS)
     assert read_own(config) == SECONDS
     assert op_seconds(config) == with_links(SECONDS)
-    assert op_seconds(load(tmp_path, "parallel.dp=4", "train.grad_accum_steps=8")) == with_links(
-        SECONDS
-    )
+    replicated = load(tmp_path, "parallel.dp=4", "train.grad_accum_steps=8")
+    assert op_seconds(replicated) == with_links(SECONDS, replicas=4)
     for other in ("parallel.tp=2", "train.microbatch_size=2", "model.d_ff=96", "train.remat=full"):
         assert read_own(load(tmp_path, other)) is None
     own_costs(config).write_text('{"seconds": {"layer": 1}}')
