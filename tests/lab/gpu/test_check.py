@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import re
+from dataclasses import fields
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -283,7 +285,23 @@ def test_what_does_not_fit_is_one():
     code, out, _ = plan("--check-gpu", "h200", "--memory", "1MiB", *alone)
     assert code == 1
     assert "DOES NOT FIT" in out
+    assert "on a card of the kind with more memory the step takes " in out
     assert out.count("\n") >= 7
+
+
+@pytest.mark.parametrize(
+    ("hidden", "with_room", "want"),
+    [
+        (0.01, check.WithRoom(9, 0.99), True),
+        (0.9, check.WithRoom(9, 0.99), False),
+        (0, None, False),
+    ],
+)
+def test_memory_ran_short_if_more_of_it_hides_more(hidden, with_room, want):
+    unknown = dict.fromkeys(field.name for field in fields(check.CompiledReport))
+    collectives = SimpleNamespace(hidden_in_loop=hidden)
+    known = {"collectives": collectives, "with_room": with_room}
+    assert check.CompiledReport(**unknown | known).ran_short == want
 
 
 @pytest.mark.skipif(HAS_COMPILER, reason="needs jaxpipe without [aot]")
