@@ -70,6 +70,10 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     sequence_parallel: Annotated[
         bool, needs("parallel.tp", above=1, why="it shards the sequence over tp")
     ] = False
+    # run every layer on two halves of a microbatch's rows, which alternate in F and B: one computes
+    # while the other waits for its collectives over tp, ep or cp (Wang et al. 2024, "Domino").
+    # Products other than those of weight gradients have half the rows
+    overlap_halves: bool = False
     # shard embedding and head over pipeline ranks; auto: on GPU, if the simulated scan is at most
     # 1 % longer
     vocab_parallel_pp: Annotated[

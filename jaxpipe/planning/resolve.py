@@ -111,6 +111,9 @@ def resolve(config: Config, devices: Devices | None = None, *, trains: bool = Tr
     `parallel.schedule` must exist for the given `parallel.pp`, `parallel.virtual_stages`,
     `parallel.breadth`, `parallel.slices`, `parallel.in_flight` and microbatches, with
     `parallel.layer_split` giving every stage a layer, and fit within `parallel.memory_limit`.
+
+    `parallel.overlap_halves=true` excludes, off the CPU, schedules that run an F and a gradient at
+    once (`dualpipe`, `dualpipev`).
     """
     devices = devices or Devices.planned(config)
     config = resolve_sizes(config, devices.count, are_present=devices.are_present)
@@ -121,6 +124,12 @@ def resolve(config: Config, devices: Devices | None = None, *, trains: bool = Tr
     except ScheduleError as error:
         raise ConfigError(f"parallel.schedule={config.parallel.schedule!r}: {error}") from error
     _ = plan.unroll_layers
+    if config.parallel.overlap_halves and plan.tables.pairs:
+        raise ConfigError(
+            f"parallel.overlap_halves=true with parallel.schedule={config.parallel.schedule!r}: "
+            f"this schedule hides the collectives of F behind a gradient of another microbatch; "
+            f"set parallel.overlap_halves=false."
+        )
     return plan
 
 

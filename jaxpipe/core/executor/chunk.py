@@ -280,7 +280,7 @@ def _run_forward(
     collected = run.empty_params() if collects else None
     passed, gathered = run.over_layers(
         forward, (x, rings[run.ring], aux, loss, collected), gathered, after,
-        prefetch=True, in_time=True,
+        prefetch=True, in_time=True, in_phases=run.kind.halves,
     )  # fmt: skip
     x, rings[run.ring], aux, loss, collected = passed
     if earlier is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jaxpipe.core.executor import buffers
 from jaxpipe.core.executor.buffers import Index
 from jaxpipe.core.executor.traced_kind import BufferedKind
 from jaxpipe.core.mesh import DP, ParamSharding
+from jaxpipe.core.split.phases import run_in_phases
 from jaxpipe.core.split.ports import Weights
 
 Passed = tuple[Any, ...]
@@ -163,6 +165,7 @@ class LayerRun:
         self, layer: OfLayer, passed: Passed, gathered: Tree = None,
         after: "LayerRun | None" = None,
         *, backward: bool = False, prefetch: bool = False, in_time: bool = False,
+        in_phases: bool = False,
     ) -> tuple[Passed, Tree]:  # fmt: skip
         """Run `layer(one, params, *passed)`, which returns `passed` updated, on every layer.
 
@@ -178,6 +181,7 @@ class LayerRun:
           backward: run the last layer first.
           prefetch: gather parameters one layer ahead.
           in_time: a layer's gather must end when the layer before it does.
+          in_phases: run the layers of an iteration of a loop by `run_in_phases`.
 
         Returns:
           `passed` after the last layer, and the gathered parameters of `after` or None.
@@ -206,12 +210,34 @@ class LayerRun:
         if not last:
             return run_one(0, passed, gathered, after if ahead else None)
         if not ahead:
-            return lax.fori_loop(0, self.layers, run_alone, passed, unroll=self.unroll), None
+            return self._repeat(self.layers, run_alone, passed, in_phases), None
         if gathered is None:
             gathered = self.end(backward=backward).gather_params()
         state = passed, gathered
-        passed, gathered = lax.fori_loop(0, last, run_and_gather_next, state, unroll=self.unroll)
+        passed, gathered = self._repeat(last, run_and_gather_next, state, in_phases)
         return run_one(last, passed, gathered, after)
+
+    def _repeat(
+        self, layers: int, layer: Callable[[Any, Any], Any], state: Any, in_phases: bool
+    ) -> Any:
+        """Return `state` after a loop of `layer(step, state)`, with `unroll` layers per iteration.
+
+        With `in_phases` an iteration is one function for `run_in_phases`: what XLA unrolls would
+        wait for the last collective of every layer.
+        """
+        if not in_phases:
+            return lax.fori_loop(0, layers, layer, state, unroll=self.unroll)
+
+        def run(layers: int, iteration: Index, state: Any) -> Any:
+            def one_by_one() -> Any:
+                first = iteration * self.unroll
+                return reduce(lambda state, i: layer(first + i, state), range(layers), state)
+
+            return run_in_phases(one_by_one)
+
+        iterations, rest = divmod(layers, self.unroll)
+        state = lax.fori_loop(0, iterations, partial(run, self.unroll), state)
+        return run(rest, iterations, state) if rest else state
 
 
 def _is_none(leaf: Any) -> bool:

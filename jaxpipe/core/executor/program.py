@@ -112,8 +112,9 @@ class DeviceProgram:
         def traced(name: str, policy: Policy | None) -> TracedKind:
             layer = params.layer_shapes(*runs[name])
             return TracedKind.trace(
-                name, functions[name], layer, x, context, policy, trained, recomputed
-            )
+                name, functions[name], layer, x, context, policy, trained, recomputed,
+                halves=self.execution.overlap_halves,
+            )  # fmt: skip
 
         @cache
         def with_rings(

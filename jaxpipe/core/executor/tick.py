@@ -28,6 +28,7 @@ from jaxpipe.core.executor.step_data import StepData
 from jaxpipe.core.executor.traced_kind import BufferedKind
 from jaxpipe.core.executor.transfers import Transfers
 from jaxpipe.core.schedule import Op, OverlapPair, TableRow
+from jaxpipe.core.split.phases import run_in_phases
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,9 @@ class DeviceWork:
 
         def run() -> tuple[ForwardOutputs, jax.Array | None]:
             inputs, before = self._forward_inputs(step, carry, row)
-            return self._with_aux_losses(carry, row, self.chunks[chunk].forward(inputs, before))
+            forward = partial(self.chunks[chunk].forward, inputs, before)
+            outputs = run_in_phases(forward) if step.execution.overlap_halves else forward()
+            return self._with_aux_losses(carry, row, outputs)
 
         return self._with_forward(carry, *lax.cond(runs, run, lambda: self._forward_state(carry)))
 

@@ -14,6 +14,7 @@ from jaxpipe.core.mesh.flags import is_trained
 from jaxpipe.core.mesh.sharding import param_specs_of
 from jaxpipe.core.schedule import Tables
 from jaxpipe.core.split.crossing import Policy, Residuals
+from jaxpipe.core.split.halves import in_halves
 from jaxpipe.core.split.jaxpr import evaluate
 from jaxpipe.core.split.ports import Weights
 from jaxpipe.core.split.split import LayerSplit, check_array, split_layer
@@ -31,6 +32,7 @@ class TracedKind:
       output: shapes and dtypes of what the layer returns.
       state: shapes and dtypes of the state between sequence slices; None: no slices.
       split_if_trained: the layer split into F, B and W; None: forward-only.
+      halves: the layer runs on two halves of the rows (`in_halves`).
     """
 
     name: str
@@ -38,22 +40,25 @@ class TracedKind:
     output: LayerOutput
     state: Tree
     split_if_trained: LayerSplit | None
+    halves: bool
 
     @classmethod
     def trace(
         cls, name: str, kind: LayerKind, params: Tree, x: Any, context: Context,
         policy: Policy | None, trained: Tree = None, recomputed: Policy | None = None,
+        *, halves: bool = False,
     ) -> "TracedKind":  # fmt: skip
         """Trace a layer kind; `policy` None means a forward-only pass.
 
         `trained` has a flag for every parameter in `context.embed_head`; `recomputed` is the
-        policy of R, if the schedule has R.
+        policy of R, if the schedule has R. With `halves` the layer runs on two halves of the rows
+        (`in_halves`).
 
         Raises `ValueError` where x or y is not one array, or y differs from x, or the returned
         state from the one it takes, in shape or dtype.
         """
         check_array(f"x of the layers of kind {name!r}", x)
-        state = None
+        kind, state = in_halves(kind) if halves else kind, None
         if kind.state is not None:
             state = jax.eval_shape(kind.state, x, context.rows)
         context = context._replace(state=state, embed_head=embed_head_of(kind, context.embed_head))
@@ -71,7 +76,7 @@ class TracedKind:
         check_array(f"y of the layers of kind {name!r}", output.y)
         _check_alike(name, "y", output.y, "x", x)
         _check_alike(name, "the state that it returns", output.state, "the one it is given", state)
-        return cls(name, kind, output, state, split)
+        return cls(name, kind, output, state, split, halves)
 
     @property
     def split(self) -> LayerSplit:

@@ -20,7 +20,15 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jaxpipe.core.contract.layer import POINT, PRODUCT
-from jaxpipe.core.split.jaxpr import dependents, equations_to, has_effects, reads, variables_in
+from jaxpipe.core.split.halves import half_named
+from jaxpipe.core.split.jaxpr import (
+    JOIN,
+    dependents,
+    equations_to,
+    has_effects,
+    reads,
+    variables_in,
+)
 from jaxpipe.core.split.ports import Ports
 
 Policy = Callable[..., bool]  # (primitive, *avals, **params) -> may this value be stored?
@@ -197,7 +205,8 @@ def _repeated(jaxpr: Jaxpr, saved: set[Var], on_x: set[Var]) -> set[Var]:
     cheap = [
         eqn
         for eqn in jaxpr.eqns
-        if eqn.primitive.name in _ELEMENTWISE and on_x.issuperset(eqn.outvars)
+        if (eqn.primitive.name in _ELEMENTWISE or half_named(eqn) is not None)
+        and on_x.issuperset(eqn.outvars)
     ]
     remaining = set(saved)
     for var in [var for eqn in reversed(cheap) for var in eqn.outvars if var in saved]:
@@ -218,6 +227,8 @@ def _only_rearranges(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
     if name == "name":
         return eqn.params["name"].startswith(POINT)
+    if name == JOIN:
+        return True
     if name not in _LAYOUT or (len(eqn.invars) != 1 and name != "gather"):
         return False
     return _bytes(eqn.outvars[0].aval) >= _bytes(eqn.invars[0].aval)

@@ -9,6 +9,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, primitives
 
 from jaxpipe.core.contract import Tree
+from jaxpipe.core.jax_internals import define_primitive
 
 # Calls that are inlined; others (loops, jax.checkpoint, shard_map) stay one opaque equation.
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
@@ -16,6 +17,29 @@ _SUMS = {primitives.reduce_sum_p, primitives.scatter_add_p, primitives.cumsum_p}
 _RESHAPES = {primitives.reshape_p, primitives.squeeze_p}
 _FLOAT32 = jnp.dtype("float32")
 _WITH_BODIES = {primitives.cond_p, primitives.remat_p, primitives.scan_p, primitives.while_p}
+
+
+# A concatenation of forward values that a split stores apart (`crossing.py`).
+JOIN = "join"
+
+
+def _joined(one: Any, other: Any, dimension: int) -> list[jax.ShapeDtypeStruct]:
+    shape = list(one.shape)
+    shape[dimension] += other.shape[dimension]
+    return [jax.ShapeDtypeStruct(tuple(shape), one.dtype)]
+
+
+_JOIN = define_primitive(
+    JOIN, _joined, lambda one, other, dimension: [lax.concatenate([one, other], dimension)]
+)
+_SUM_OF_TWO = define_primitive(
+    "sum_of_two", lambda one, other: [one], lambda one, other: [one + other]
+)
+
+
+def sum_of_two(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Return the sum of two arrays of one shape and dtype, of which `trace_flat` makes one sum."""
+    return _SUM_OF_TWO.bind(one, other)[0]
 
 
 def trace_flat(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
@@ -29,6 +53,9 @@ def trace_flat(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     rounded once, also in the bodies of loops; `unrounded` returns the float32 result. The gradient
     of a broadcast or of a look-up is such a sum over tokens, and JAX writes it in the operand's
     dtype: a bfloat16 sum of n equal terms stops growing at 256 of them.
+
+    A `sum_of_two` of 16-bit floats is computed in float32 and rounded once, and that of two matmuls
+    is one matmul of their concatenated operands.
     """
     closed = jax.make_jaxpr(function)(*args)
     # The second pass finds transposed matmuls whose transpose is outside the call with the matmul.
@@ -191,15 +218,20 @@ def _rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def _evaluate(jaxpr: Jaxpr, consts: Iterable[Any], args: Iterable[Any]) -> list[Any]:
     values = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, args))
-    products = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is lax.dot_general_p}
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    products = {var: eqn for var, eqn in makers.items() if eqn.primitive is lax.dot_general_p}
     sums: dict[Var, jax.Array] = {}  # float32 sums, by the variable of the rounded sum
     for eqn in jaxpr.eqns:
         if eqn.primitive is lax.transpose_p and eqn.invars[0] in products:
             eqn = _swapped(products[eqn.invars[0]], eqn) or eqn
+            makers[eqn.outvars[0]] = eqn
         if eqn.primitive in _WITH_BODIES:
             bodies = {name: _with_wide_sums(param) for name, param in eqn.params.items()}
             eqn = eqn.replace(params=bodies)
-        if (eqn.primitive in _SUMS and _is_narrow(eqn.outvars[0].aval)) or (
+        if eqn.primitive is _SUM_OF_TWO:
+            total = _sum_terms(eqn, makers, values, sums)
+            values[eqn.outvars[0]] = total.astype(shape_of(eqn.outvars[0]).dtype)
+        elif (eqn.primitive in _SUMS and _is_narrow(eqn.outvars[0].aval)) or (
             eqn.primitive in _RESHAPES and not sums.keys().isdisjoint(variables_in(eqn))
         ):
             (result,) = eqn.outvars
@@ -208,6 +240,32 @@ def _evaluate(jaxpr: Jaxpr, consts: Iterable[Any], args: Iterable[Any]) -> list[
         else:
             bind(eqn, values)
     return [read(values, var) for var in jaxpr.outvars]
+
+
+def _sum_terms(
+    eqn: JaxprEqn, makers: dict[Var, JaxprEqn], values: dict[Var, Any], sums: dict[Var, jax.Array]
+) -> jax.Array:
+    """Evaluate a `sum_of_two`, in float32 if its terms are 16-bit floats.
+
+    Of terms from calls that are inlined the next pass of `trace_flat` finds the matmuls.
+    """
+    terms = [read(values, var) for var in eqn.invars]
+    known = [makers[var] for var in variables_in(eqn) if var in makers]
+    if any(maker.primitive.name in _INLINED for maker in known):
+        return sum_of_two(*terms)
+    wide = _FLOAT32 if _is_narrow(terms[0]) else terms[0].dtype
+    products = [maker for maker in known if maker.primitive is lax.dot_general_p]
+    if len(products) < 2 or products[0].params != products[1].params:
+        first, second = (read(values | sums, var).astype(wide) for var in eqn.invars)
+        return first + second
+    one, other = products
+    numbers = one.params["dimension_numbers"]
+    sides = zip(one.invars, other.invars, (dims[0] for dims in numbers[0]))
+    left, right = (
+        _JOIN.bind(read(values, a), read(values, b), dimension=dim)[0] for a, b, dim in sides
+    )
+    params = one.params | {"preferred_element_type": wide}
+    return lax.dot_general_p.bind(left, right, **params)
 
 
 def _is_narrow(like: Any) -> bool:

@@ -49,6 +49,7 @@ from jaxpipe.core.split.jaxpr import (
     trace_labelled,
     unrounded,
 )
+from jaxpipe.core.split.phases import has_halves, run_in_phases
 from jaxpipe.core.split.ports import Cotangent, Ports, Weights
 
 Layer = Callable[[Tree, Any, Context], LayerOutput]
@@ -105,14 +106,16 @@ class LayerSplit:
         crossing = self._crossing.residuals
         assert crossing.for_r is not None
         known = dict(zip(crossing.for_r, for_r))
-        return self._run(params, context, known, crossing._replace(for_r=None))
+        return self._in_phases(
+            partial(self._run, params, context, known, crossing._replace(for_r=None))
+        )
 
     def backward_input(
         self, params: Tree, context: Context, residuals: Residuals, dy: Cotangent
     ) -> tuple[Cotangent, Weights, tuple[jax.Array, ...]]:
         """Run B; return gradients at the input, of vectors (else None), and the W stash."""
         known = self._known(context, residuals, dy)
-        return self._run_b(params, context, known, self._crossing.stash)
+        return self._in_phases(partial(self._run_b, params, context, known, self._crossing.stash))
 
     def backward_weight(
         self,
@@ -151,7 +154,16 @@ class LayerSplit:
     ) -> tuple[Cotangent, Weights, tuple[Any, ...]]:
         """Return gradients at the input and of vectors, and the values `handed` to W."""
         wanted = self._ports.dx, self._ports.gradients_of_b, handed
-        return self._run(params, context, known, wanted, self._crossing.effects_in_b)
+        effects = self._crossing.effects_in_b
+        return self._run(params, context, known, wanted, effects)
+
+    def _in_phases(self, run: Callable[[], Tree]) -> Tree:
+        """Return `run()`; its equations run in phases if the layer runs in halves.
+
+        BW needs no phases, where W is beside B's collectives. F of a chunk has phases of all its
+        layers.
+        """
+        return run_in_phases(run) if has_halves(self._closed.jaxpr) else run()
 
     def _run_w(self, params: Tree, context: Context, known: dict[Var, Any]) -> Weights:
         return self._run(params, context, known, self._ports.gradients_of_w)

@@ -2,7 +2,7 @@
 
 What compute hides follows the programs that XLA compiles (`lab/gpu`): BW runs the products of W
 beside its collectives, and layers that are gathered arrive while another one computes. F is one
-chain, in which nothing is left to run beside a collective.
+chain, in which nothing is left to run beside a collective, unless layers run in halves.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,11 @@ def exchange_of(config: Config, hardware: Hardware) -> LayerSeconds:
 def _behind_weights(
     config: Config, hardware: Hardware, name: str, seconds: Callable[[float, float], float]
 ) -> LayerSeconds:
-    """Mean seconds of one kind of collectives; of BW those that take longer than it computes."""
+    """Mean seconds of one kind of collectives; of BW those that take longer than it computes.
+
+    So it is of every op with `parallel.overlap_halves`; the first and the last collective of a
+    stage, which nothing hides, are left out.
+    """
     costs = costs_of(config)
     if not any(sum(getattr(kind, name).values()) for kind in costs.kinds.values()):
         return NO_EXCHANGE
@@ -77,13 +81,17 @@ def _behind_weights(
     def of(kind: LayerCosts, op: str) -> float:
         return seconds(getattr(kind, name)[op], kind.calls[name][op])
 
+    def waits(one: str, op: str) -> float:
+        behind = getattr(compute[one], op) if config.parallel.overlap_halves else 0.0
+        return max(0.0, of(costs.kinds[one], op) - behind)
+
     compute = seconds_by_kind(config, hardware)
     exposed = {
         one: max(0.0, of(kind, "B") + of(kind, "W") - compute[one].whole_backward)
         for one, kind in costs.kinds.items()
     }
     whole = sum(exposed[one] for one in costs.order)
-    each = {op: costs.mean(lambda kind, op=op: of(kind, op)) for op in "FBWR"}
+    each = {op: sum(waits(one, op) for one in costs.order) / len(costs.order) for op in "FBWR"}
     return LayerSeconds(**each, BW=whole / len(costs.order))
 
 

@@ -199,6 +199,7 @@ def essentials(config: Config) -> Config:
             tp=parallel.tp,
             slices=parallel.slices,
             sequence_parallel=parallel.sequence_parallel,
+            overlap_halves=parallel.overlap_halves,
             vocab_parallel_pp=bool(parallel.vocab_shared_by),
         ),
         train=TrainConfig(

@@ -73,7 +73,10 @@ def trace(
         kinds = {}
         for name, params in () if known_layers else layers.items():
             kind = functions.kinds_by_name[name]
-            run = TracedKind.trace(name, kind, params, x, context, policy, trained, recomputed)
+            run = TracedKind.trace(
+                name, kind, params, x, context, policy, trained, recomputed,
+                halves=parallel.overlap_halves,
+            )  # fmt: skip
             seen = context._replace(state=run.state, embed_head=embed_head_of(kind, read))
             kinds[name] = _layer_costs(run, params, x, seen, of_layers[name], parallel)
 

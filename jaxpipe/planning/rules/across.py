@@ -9,7 +9,7 @@ from jaxpipe.planning.rules.fp8 import check_fp8
 from jaxpipe.planning.rules.fused import check_fused
 from jaxpipe.planning.rules.lora import check_lora
 from jaxpipe.planning.rules.losses import LOSS_CHECKS
-from jaxpipe.planning.rules.pipeline import check_pipeline
+from jaxpipe.planning.rules.pipeline import check_halves, check_pipeline
 from jaxpipe.planning.rules.run import RUN_CHECKS
 from jaxpipe.planning.rules.sequences import SEQUENCE_CHECKS
 from jaxpipe.planning.rules.sizes import check_count, may_shrink
@@ -63,6 +63,7 @@ CHECKS = (
     check_lora,
     *LOSS_CHECKS,
     check_pipeline,
+    check_halves,
     check_fused,
     *DATA_CHECKS,
     *RUN_CHECKS,

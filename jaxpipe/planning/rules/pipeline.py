@@ -1,4 +1,4 @@
-"""Rules of stages and schedules, and of embedding and head in a pipeline."""
+"""Rules of stages and schedules, and of layers that run in halves."""
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.core.schedule import ScheduleError
@@ -40,4 +40,26 @@ def check_pipeline(config: Config) -> None:
         raise ConfigError(
             f"parallel.schedule={parallel.schedule!r} with parallel.schedule_file="
             f"{parallel.schedule_file!r}: a file goes with schedule='custom', and with it alone."
+        )
+
+
+def check_halves(config: Config) -> None:
+    """Raise `ConfigError` if layers cannot run in halves, or would gain nothing.
+
+    `parallel.overlap_halves=true` needs an even `train.microbatch_size`, and `parallel.tp`,
+    `parallel.ep` or `parallel.cp` above 1.
+    """
+    parallel, rows = config.parallel, config.train.microbatch_size
+    if not parallel.overlap_halves:
+        return
+    if rows % 2:
+        raise ConfigError(
+            f"parallel.overlap_halves=true with train.microbatch_size={rows}: the two halves are "
+            f"of whole rows; use an even number, such as {rows + 1}, or set "
+            f"parallel.overlap_halves=false."
+        )
+    if max(parallel.tp, parallel.ep, parallel.cp) == 1:
+        raise ConfigError(
+            "parallel.overlap_halves=true with parallel.tp=1, parallel.ep=1 and parallel.cp=1: "
+            "layers have no collectives to hide; set parallel.overlap_halves=false."
         )

@@ -1,0 +1,180 @@
+"""Run the equations of two halves in phases: one half computes while the other communicates.
+
+XLA orders two independent chains so that half of their collectives overlap with compute, and of one
+chain so that none does. Here equations are divided into phases, and a barrier lets a phase start
+when the one before it has ended. In every phase one half (`halves.py`) runs matrix products, and
+the other what lies between two groups of products: collectives, and elementwise work around them.
+"""
+
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, primitives
+
+from jaxpipe.core.contract import Tree
+from jaxpipe.core.split.halves import half_named
+from jaxpipe.core.split.jaxpr import bind, read, shape_of, trace_flat, variables_in
+
+_COLLECTIVES = {"all_gather", "all_to_all", "ppermute", "psum", "reduce_scatter"}
+_KERNELS = ("dot_product_attention", "fp8_ragged_dot", "pallas_call", "ragged_dot")
+# A product or collective below this share of the largest one makes no phase of its own. The product
+# of a router, 1/48 of that of the experts in Qwen3-30B, would make one that hides nothing.
+_LEAST = 1 / 32
+
+
+class _Phase(NamedTuple):
+    """Equations of a phase, and those of their results for which the next phases wait."""
+
+    eqns: list[JaxprEqn]
+    tied: list[Var]
+
+
+def run_in_phases(function: Callable[[], Tree]) -> Tree:
+    """Return `function()`, which has layers in halves (`in_halves`), run in phases.
+
+    A loop or a condition in the function is one equation; what it does is in phases where its body
+    is run by this function too.
+    """
+    forms = []
+
+    def flat() -> list[Any]:
+        leaves, form = jax.tree.flatten(function())
+        forms.append(form)
+        return leaves
+
+    leaves = _run(trace_flat(flat))
+    return jax.tree.unflatten(forms[0], leaves)
+
+
+def _run(closed: ClosedJaxpr) -> list[Any]:
+    jaxpr = _without_joins(closed.jaxpr)
+    values = dict(zip(jaxpr.constvars, closed.consts))
+    for phase in _phases_of(jaxpr):
+        for eqn in phase.eqns:
+            bind(eqn, values)
+        if phase.tied:
+            tied = lax.optimization_barrier([values[var] for var in phase.tied])
+            values.update(zip(phase.tied, tied))
+    return [read(values, var) for var in jaxpr.outvars]
+
+
+def has_halves(jaxpr: Jaxpr) -> bool:
+    """Whether equations of the jaxpr name halves of the rows."""
+    return any(half_named(eqn) is not None for eqn in jaxpr.eqns)
+
+
+def _without_joins(jaxpr: Jaxpr) -> Jaxpr:
+    """Return the jaxpr with the operands of a concatenation in place of the parts that equal them.
+
+    The halves of a layer then depend on the same halves alone of the layer before.
+    """
+    joined: dict[Var, JaxprEqn] = {}
+    same: dict[Any, Any] = {}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        eqn = eqn.replace(invars=[same.get(v, v) if isinstance(v, Var) else v for v in eqn.invars])
+        join = joined.get(eqn.invars[0]) if eqn.primitive.name == "split" else None
+        if join is not None and _undoes(eqn, join):
+            same.update(zip(eqn.outvars, join.invars))
+            continue
+        if eqn.primitive is primitives.concatenate_p:
+            joined[eqn.outvars[0]] = eqn
+        eqns.append(eqn)
+    outvars = [same.get(v, v) if isinstance(v, Var) else v for v in jaxpr.outvars]
+    return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+
+def _undoes(split: JaxprEqn, join: JaxprEqn) -> bool:
+    dim = join.params["dimension"]
+    sizes = tuple(shape_of(var).shape[dim] for var in join.invars)
+    return split.params["axis"] == dim and tuple(split.params["sizes"]) == sizes
+
+
+def _phases_of(jaxpr: Jaxpr) -> list[_Phase]:
+    """Divide the equations into phases; the first has those that depend on no half.
+
+    The first half communicates in even phases and computes in odd ones, the second half the other
+    way round. What depends on both halves is in the earliest phase that has its operands.
+    """
+    computes, sends = _largest(jaxpr, _flops), _largest(jaxpr, _sent)
+    halves: dict[Var, set[int]] = {}
+    made_in: dict[Var, int] = {}
+    numbers = []
+    for eqn in jaxpr.eqns:
+        named, operands = half_named(eqn), variables_in(eqn)
+        of = {half for var in operands for half in halves.get(var, ())}
+        of = of if named is None else {named}
+        number = max((made_in.get(var, -1) for var in operands), default=-1)
+        number = max(number, 0) if of else number
+        if len(of) == 1 and (id(eqn) in computes or id(eqn) in sends):
+            is_odd = (id(eqn) in computes) != (of == {1})
+            number += number % 2 != is_odd
+        numbers.append(number)
+        for var in eqn.outvars if of else ():
+            halves[var], made_in[var] = of, number
+    phases = {number: _Phase([], []) for number in sorted({*numbers})}
+    for eqn, number in zip(jaxpr.eqns, numbers):
+        phases[number].eqns.append(eqn)
+    read_in = _last_reads(jaxpr, numbers, computes | sends)
+    for var, number in made_in.items():
+        if read_in.get(var, -1) > number:
+            phases[number].tied.append(var)
+    return list(phases.values())
+
+
+def _last_reads(jaxpr: Jaxpr, numbers: list[int], ends: set[int]) -> dict[Var, int]:
+    """Return the last phase that reads each value, for what leads to `ends` or to a layer's y.
+
+    Ends are products and collectives, by `id`. A y is the concatenation of both halves. Nothing
+    waits for other values, such as those for ring buffers.
+    """
+    last: dict[Var, int] = {}
+    for eqn, number in zip(reversed(jaxpr.eqns), reversed(numbers)):
+        is_end = id(eqn) in ends or eqn.primitive is primitives.concatenate_p
+        if is_end or any(var in last for var in eqn.outvars):
+            last.update({var: max(number, last.get(var, -1)) for var in variables_in(eqn)})
+    return last
+
+
+def _largest(jaxpr: Jaxpr, size: Callable[[JaxprEqn], float]) -> set[int]:
+    """The equations, by `id`, that are at least `_LEAST` of the largest one; 0 is never."""
+    sizes = {id(eqn): size(eqn) for eqn in jaxpr.eqns}
+    known = [one for one in sizes.values() if one < float("inf")]
+    least = _LEAST * max(known, default=0)
+    return {eqn for eqn, one in sizes.items() if one and one >= least}
+
+
+def _sent(eqn: JaxprEqn) -> float:
+    """Bytes of a collective: of its operands or results, the larger of the two."""
+    if eqn.primitive.name not in _COLLECTIVES:
+        return 0
+
+    def size(of: Any) -> int:
+        shapes = map(shape_of, of)
+        return sum(prod(like.shape) * like.dtype.itemsize for like in shapes)
+
+    return max(size(eqn.invars), size(eqn.outvars))
+
+
+def _flops(eqn: JaxprEqn) -> float:
+    """FLOPs of a product; those of a kernel count as infinite."""
+    if eqn.primitive.name.startswith(_KERNELS):
+        return float("inf")
+    if eqn.primitive is lax.dot_general_p:
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        left = shape_of(eqn.invars[0]).shape
+        return 2.0 * prod(shape_of(eqn.outvars[0]).shape) * prod(left[dim] for dim in contracted)
+    return sum(_flops(inner) for body in _bodies(eqn) for inner in body.eqns)
+
+
+def _bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """The jaxprs of a call, of branches, or of a loop's body."""
+    for param in eqn.params.values():
+        for body in param if isinstance(param, tuple) else (param,):
+            if isinstance(body, ClosedJaxpr):
+                yield body.jaxpr
+            elif isinstance(body, Jaxpr):
+                yield body

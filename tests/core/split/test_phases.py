@@ -1,0 +1,150 @@
+"""Layers in halves of the rows, and the phases in which their equations run."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from programs import dot_flops
+from toy import KIND, toy_batch, toy_params
+
+from jaxpipe.core.contract import Aux, Context, LayerKind, LayerOutput
+from jaxpipe.core.split import POLICIES, split_layer
+from jaxpipe.core.split.halves import in_halves
+from jaxpipe.core.split.phases import run_in_phases
+from jaxpipe.core.split.split import Cotangent
+
+
+def case(dtype, rows=4):
+    _, (params,) = toy_params(0, 1)
+    context = Context(jax.tree.map(lambda leaf: leaf[0], toy_batch(1, 1, rows)))
+    x, dy = (jax.random.normal(jax.random.key(seed), (rows, 6, 8)) for seed in (2, 3))
+    cast = partial(jax.tree.map, lambda leaf: leaf.astype(dtype))
+    return cast(params), cast(x), context, cast(dy)
+
+
+def gradients(kind, policy, params, x, context, dy):
+    split = split_layer(kind.layer, params, x, context, POLICIES[policy], kind.keep)
+    output, residuals = split.forward(params, x, context)
+    dx, of_weights = split.backward(params, context, residuals, Cotangent(dy))
+    return output.y, dx.value, of_weights.params
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_halves_equal_all_rows_at_once(policy):
+    with jax.enable_x64(True):
+        given = case(jnp.float64)
+        want, got = (jax.jit(partial(gradients, kind, policy))(*given) for kind in both_kinds())
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-13), got, want)
+
+
+def test_gradients_of_halves_are_rounded_no_more_than_of_all_rows():
+    """The sum of two bfloat16 gradients would differ by up to 2^-9 of itself."""
+    runs = [jax.jit(partial(gradients, kind, "full")) for kind in both_kinds()]
+    want, got = (run(*case(jnp.bfloat16))[2] for run in runs)
+    for name, leaf in want.items():
+        assert got[name].dtype == leaf.dtype == jnp.float32
+        error = np.linalg.norm(got[name] - leaf) / np.linalg.norm(leaf)
+        assert error < 1e-6, name
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_halves_store_and_compute_as_much_as_all_rows(policy):
+    params, x, context, dy = case(jnp.bfloat16)
+    sizes, flops = [], []
+    for kind in both_kinds():
+        split = split_layer(kind.layer, params, x, context, POLICIES[policy])
+        sizes.append(sum(leaf.size for leaf in jax.tree.leaves((split.residuals, split.stash))))
+        jaxpr = jax.make_jaxpr(partial(gradients, kind, policy))(params, x, context, dy).jaxpr
+        flops.append(dot_flops(jaxpr, None))
+    assert sizes[0] == sizes[1]
+    assert flops[0] == flops[1]
+
+
+def both_kinds():
+    return KIND, in_halves(KIND)
+
+
+def test_auxiliary_outputs_are_those_of_all_rows():
+    def layer(params, x, context):
+        scaled = x * context.variables["scale"]
+        losses = {"square": ((scaled**2).sum(), x.size)}
+        return LayerOutput(
+            scaled * params,
+            None,
+            Aux(losses, {"total": x.sum()}, {"largest": x.max()}, {"first": x[:, 0]}),
+        )
+
+    x = jnp.arange(12.0).reshape(4, 3)
+    context = Context({}, variables={"scale": jnp.ones(())})
+    want, got = (
+        kind.layer(jnp.ones(()), x, context)
+        for kind in (LayerKind(layer), in_halves(LayerKind(layer)))
+    )
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_statistics_of_halves_are_their_maximum():
+    @jax.custom_vjp
+    def observed(x, statistic):
+        return x
+
+    observed.defvjp(lambda x, _: (x, x), lambda x, dy: (dy, jnp.abs(x).max()))
+    kind = LayerKind(
+        lambda params, x, context: LayerOutput(observed(x, context.variables["seen"]) * params),
+        statistics=("seen",),
+    )
+    x = jnp.arange(12.0).reshape(4, 3)
+    context = Context({}, variables={"seen": jnp.zeros(())})
+    halves = in_halves(kind)
+    split = split_layer(halves.layer, jnp.ones(()), x, context, statistics=kind.statistics)
+    _, residuals = split.forward(jnp.ones(()), x, context)
+    dx, _, _ = split.backward_input(jnp.ones(()), context, residuals, Cotangent(x))
+    assert dx.statistics["seen"] == 11
+
+
+def test_an_odd_number_of_rows_is_refused():
+    params, x, context, _ = case(jnp.float32, rows=3)
+    with pytest.raises(ValueError, match="even number of rows"):
+        jax.eval_shape(in_halves(KIND).layer, params, x, context)
+
+
+def test_every_phase_has_products_of_one_half_and_collectives_of_the_other():
+    """Of a gather, two products and a scatter in every layer, only the ends stand alone."""
+    beside = ["dot", "dot", "gather", "scatter"]
+    phases = phases_of(lambda x: layers_in_halves(x, 2))
+    assert [*map(sorted, phases)] == [
+        ["gather"], ["dot", "dot", "gather"], beside, beside, ["dot", "dot", "scatter"], ["scatter"]
+    ]  # fmt: skip
+
+
+def layers_in_halves(x, layers):
+    def layer(params, x, context):
+        full = lax.all_gather(x, "tp", axis=1, tiled=True)
+        product = jnp.tanh(full @ params) @ params.T
+        return LayerOutput(x + lax.psum_scatter(product, "tp", scatter_dimension=1, tiled=True))
+
+    for _ in range(layers):
+        x = in_halves(LayerKind(layer)).layer(jnp.ones((8, 32)), x, Context({})).y
+    return x
+
+
+def phases_of(function):
+    """Return, between barriers, the products and collectives of a function on two devices."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",), axis_types=(AxisType.Auto,))
+    run = jax.shard_map(
+        lambda x: run_in_phases(lambda: function(x)),
+        mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False,
+    )  # fmt: skip
+    (outer,) = jax.make_jaxpr(run)(jnp.ones((4, 6, 8))).jaxpr.eqns
+    names = {"dot_general": "dot", "all_gather": "gather", "reduce_scatter": "scatter"}
+    phases = [[]]
+    for eqn in outer.params["jaxpr"].eqns:
+        if eqn.primitive.name == "optimization_barrier" and phases[-1]:
+            phases.append([])
+        elif eqn.primitive.name in names:
+            phases[-1].append(names[eqn.primitive.name])
+    return phases
