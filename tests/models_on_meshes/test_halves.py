@@ -10,21 +10,43 @@ from compare import assert_same
 from meshes import run
 
 SCHEDULES, REMAT = ("1f1b", "zb_h1", "zbv", "dualpipev"), ("none", "selective", "full")
-STAGES = {"zbv": "deep", "dualpipev": "deep"}
 
 
+def check(*args, **how):
+    with jax.enable_x64(True):
+        how |= {"poison_bubbles": True, "overlap_halves": True}
+        assert_same(*run(*args, dtype=jnp.float64, **how))
+
+
+@pytest.mark.extended(unless=["1f1b-full-packed"])
 @pytest.mark.slow(unless=["1f1b-full-packed", "zb_h1-selective-grouped"])
 @pytest.mark.parametrize(
     ("schedule", "remat", "model"), [*product(SCHEDULES, REMAT, ("grouped", "packed"))]
 )
 def test_halves_with_shared_layers(schedule, remat, model):
-    how = {"sequence": model == "grouped", "remat": remat, "overlap_halves": True}
-    with jax.enable_x64(True):
-        assert_same(*run(model, schedule, 2, 1, 2, dtype=jnp.float64, poison_bubbles=True, **how))
+    check(model, schedule, 2, 1, 2, sequence=model == "grouped", remat=remat)
 
 
+@pytest.mark.extended
 @pytest.mark.slow(unless=["1f1b-full"])
 @pytest.mark.parametrize(("schedule", "remat"), [*product(SCHEDULES, REMAT)])
 def test_halves_with_shared_experts(schedule, remat):
     how = {"remat": remat, "overlap_halves": True, "poison_bubbles": True}
     assert_same(*mixtures.run("deepseek", schedule, 2, 2, 1, 2, **how))
+
+
+@pytest.mark.extended
+@pytest.mark.slow(unless=["loops", "slices"])
+@pytest.mark.parametrize(
+    ("model", "schedule", "mesh", "how"),
+    [
+        # four layers in iterations of three and one
+        ("deep", "1f1b", (2, 1, 2), {"unroll_layers": 1, "layers_per_iteration": 3}),
+        ("packed", "1f1b", (2, 2, 2), {"cp": 2, "slices": 2, "remat": "full"}),
+        ("one_kv", "zb_h1", (2, 2, 2), {"zero_stage": 3, "reshard_after_forward": True}),
+        ("packed_mixture_ahead", "1f1b", (2, 2, 1), {"ep": 2, "remat": "selective"}),
+    ],
+    ids=["loops", "slices", "gathered in every action", "reading embedding and head"],
+)
+def test_halves_with_other_mechanisms(model, schedule, mesh, how):
+    check(model, schedule, *mesh, **how)

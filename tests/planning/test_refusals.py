@@ -97,6 +97,14 @@ def test_load_rejects(overrides, message):
             ["parallel.tp=4", "parallel.sequence_parallel=true", "train.seq_len=30"],
             "train.seq_len=30 must be a multiple of parallel.tp=4",
         ),
+        (
+            ["parallel.tp=2", "parallel.overlap_halves=true"],
+            "overlap_halves=true with train.microbatch_size=1: .* an even number, such as 2",
+        ),
+        (
+            ["parallel.overlap_halves=true", "train.microbatch_size=2"],
+            "overlap_halves=true with parallel.tp=1, parallel.ep=1 and .* no collectives to hide",
+        ),
         (["parallel.sdp=2"], "parallel.sdp is now parallel.cp: give parallel.cp=2 instead"),
         (
             [*SHARED, "parallel.cp_method=ring", "train.seq_len=30"],

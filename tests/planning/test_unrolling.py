@@ -43,6 +43,15 @@ def test_pairs_have_no_loop():
     assert plan_of(dualpipe[0], **GPU).unroll_layers is None
 
 
+def test_pairs_exclude_halves():
+    """On CPU dualpipe pairs nothing."""
+    halves = ("parallel.overlap_halves=true", "parallel.tp=2", "train.microbatch_size=2")
+    overrides = (*halves, "parallel.schedule=dualpipe")
+    assert plan_of(*overrides, "runtime.cpu_devices=4").config.parallel.overlap_halves
+    with pytest.raises(ConfigError, match="overlap_halves=true with .*='dualpipe': this schedule"):
+        plan_of(*overrides, **GPU)
+
+
 @pytest.mark.parametrize(
     ("overrides", "described", "reason"),
     [

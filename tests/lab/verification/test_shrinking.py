@@ -123,3 +123,9 @@ def test_full_offloading_stays_full():
 )  # fmt: skip
 def test_splits_leave_every_stage_a_layer(split, layers):
     assert shrunk("quickstart", *split)[1].layers == layers
+
+
+def test_halves_stay():
+    halves = ("parallel.overlap_halves=true", "train.microbatch_size=4")
+    parallel = shrunk("llama3_70b_32gpu_tp4_pp4", *halves)[0].config.parallel
+    assert (parallel.overlap_halves, parallel.tp) == (True, 2)
