@@ -13,6 +13,7 @@ the gradient in B. Outputs of an equation with an effect are stored as if named 
 """
 
 from collections.abc import Callable
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -128,7 +129,7 @@ def find_crossing(
     b_outputs = [*ports.made_by_b, *(var for eqn in in_b for var in variables_in(eqn))]
     w_outputs = jax.tree.leaves(ports.gradients_of_w)
 
-    layout = {var for eqn in jaxpr.eqns if _only_rearranges(eqn) for var in eqn.outvars}
+    layout = _rearranged(jaxpr)
 
     def storable(policy: Policy) -> set[Var]:
         return {ports.x} | {
@@ -217,6 +218,14 @@ def _repeated(jaxpr: Jaxpr, saved: set[Var], on_x: set[Var]) -> set[Var]:
         if var in derivable:
             remaining.remove(var)
     return saved - remaining
+
+
+def _rearranged(jaxpr: Jaxpr) -> set[Var]:
+    """Return the values that are others in another form, and the halves of x and dy."""
+    named = {eqn.invars[0] for eqn in jaxpr.eqns if half_named(eqn) is not None}
+    halves = (eqn.outvars for eqn in jaxpr.eqns if eqn.primitive.name == "split")
+    rearranged = (eqn.outvars for eqn in jaxpr.eqns if _only_rearranges(eqn))
+    return {*chain(*rearranged), *(var for var in chain(*halves) if var in named)}
 
 
 def _only_rearranges(eqn: JaxprEqn) -> bool:

@@ -51,14 +51,19 @@ def test_gradients_of_halves_are_rounded_no_more_than_of_all_rows():
         assert error < 1e-6, name
 
 
+def hyperbolic(params, x, context):
+    return LayerOutput(x + jnp.tanh(x @ params["up"]) @ params["down"])  # B and W read the tanh
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-def test_halves_store_and_compute_as_much_as_all_rows(policy):
+@pytest.mark.parametrize("kind", [KIND, LayerKind(hyperbolic)], ids=["toy", "hyperbolic"])
+def test_halves_store_and_compute_as_much_as_all_rows(kind, policy):
     params, x, context, dy = case(jnp.bfloat16)
     sizes, flops = [], []
-    for kind in both_kinds():
-        split = split_layer(kind.layer, params, x, context, POLICIES[policy])
+    for one in (kind, in_halves(kind)):
+        split = split_layer(one.layer, params, x, context, POLICIES[policy])
         sizes.append(sum(leaf.size for leaf in jax.tree.leaves((split.residuals, split.stash))))
-        jaxpr = jax.make_jaxpr(partial(gradients, kind, policy))(params, x, context, dy).jaxpr
+        jaxpr = jax.make_jaxpr(partial(gradients, one, policy))(params, x, context, dy).jaxpr
         flops.append(dot_flops(jaxpr, None))
     assert sizes[0] == sizes[1]
     assert flops[0] == flops[1]
