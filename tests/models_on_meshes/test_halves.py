@@ -36,17 +36,15 @@ def test_halves_with_shared_experts(schedule, remat):
 
 
 @pytest.mark.extended
-@pytest.mark.slow(unless=["loops", "slices"])
+@pytest.mark.slow(unless=["slices"])
 @pytest.mark.parametrize(
     ("model", "schedule", "mesh", "how"),
     [
-        # four layers in iterations of three and one
-        ("deep", "1f1b", (2, 1, 2), {"unroll_layers": 1, "layers_per_iteration": 3}),
         ("packed", "1f1b", (2, 2, 2), {"cp": 2, "slices": 2, "remat": "full"}),
         ("one_kv", "zb_h1", (2, 2, 2), {"zero_stage": 3, "reshard_after_forward": True}),
         ("packed_mixture_ahead", "1f1b", (2, 2, 1), {"ep": 2, "remat": "selective"}),
     ],
-    ids=["loops", "slices", "gathered in every action", "reading embedding and head"],
+    ids=["slices", "gathered in every action", "reading embedding and head"],
 )
 def test_halves_with_other_mechanisms(model, schedule, mesh, how):
     check(model, schedule, *mesh, **how)

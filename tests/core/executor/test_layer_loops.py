@@ -19,6 +19,7 @@ from jaxpipe.core.schedule import ORDERS, Costs, Lockstep, recompute_ahead
 EXAMPLES = 2
 ZERO_3 = {"zero_stage": 3, "reshard_after_forward": True}
 AHEAD = {"recomputes": True, "remat": "full"}
+HALVES = {"layers_per_iteration": 3, "overlap_halves": True}
 
 
 def looped(name, counts, dp=1, *, unroll=1, dtype=jnp.float32, recomputes=False, **execution):
@@ -52,6 +53,7 @@ def looped(name, counts, dp=1, *, unroll=1, dtype=jnp.float32, recomputes=False,
     + [("1f1b", 2, {"overlap_sums": True, "zero_stage": 2})]
     + [("1f1b", 1, {"layers_per_iteration": 3}), ("zb_h1", 2, ZERO_3 | {"layers_per_iteration": 2})]
     + [("1f1b", 2, ZERO_3 | AHEAD), ("zb_h1", 1, AHEAD)]
+    + [("1f1b", 1, HALVES), ("zb_h1", 2, HALVES | ZERO_3), ("1f1b", 2, HALVES | ZERO_3 | AHEAD)]
     + [(name, 1, {"lockstep": Lockstep(pairs=False)}) for name in ORDERS],
 )
 def test_a_loop_equals_the_reference(name, dp, execution):
