@@ -111,16 +111,19 @@ def copies_of(config: Config, hardware: Hardware) -> Copies:
 
 
 def recomputation_of(config: Config, hardware: Hardware) -> Recomputation:
-    """Seconds of B that `train.remat_layers` add, with collectives, for the mean layer."""
+    """Seconds that `train.remat_layers` add to ops, with collectives, for the mean layer."""
     if not config.train.remat_layers:
         return NO_RECOMPUTATION
     alike = structs.replace(config, train=structs.replace(config.train, remat_layers=0))
     less, more = (analytic(one, hardware) for one in (alike, recomputing(config)))
-    layer, exchange, sharing, tensor = (
-        getattr(more, name).B - getattr(less, name).B
-        for name in ("layer", "exchange", "sharing", "tensor")
-    )
-    return Recomputation(config.train.remat_layers, layer + exchange + sharing + tensor)
+    names = "layer", "exchange", "sharing", "tensor"
+    added = {
+        op: sum(
+            getattr(getattr(more, name), op) - getattr(getattr(less, name), op) for name in names
+        )
+        for op in ("F", "B", "W", "whole_backward")
+    }
+    return Recomputation(config.train.remat_layers, *added.values())
 
 
 def measured_for(config: Config) -> dict[str, Any]:

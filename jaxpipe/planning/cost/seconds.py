@@ -40,17 +40,24 @@ NO_COPIES = Copies(layers=0, F=0.0, B=0.0, W=0.0)
 
 
 class Recomputation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds that B takes longer in a stage's first `layers` layers (`train.remat_layers`)."""
+    """Seconds that ops take longer in a stage's first `layers` layers (`train.remat_layers`).
+
+    F writes fewer residuals, so its number may be below 0.
+    """
 
     layers: int
+    F: float
     B: float
+    W: float
+    BW: float
 
-    def of_stage(self, count: int) -> float:
-        """Seconds of a stage of `count` layers."""
-        return min(self.layers, count) * self.B
+    def of_stage(self, count: int, *, split: bool) -> tuple[float, ...]:
+        """Seconds of F, B and W of a stage of `count` layers; without `split`, of halves of BW."""
+        gradient = (self.B, self.W) if split else (self.BW / 2, self.BW / 2)
+        return tuple(min(self.layers, count) * op for op in (self.F, *gradient))
 
 
-NO_RECOMPUTATION = Recomputation(layers=0, B=0.0)
+NO_RECOMPUTATION = Recomputation(layers=0, F=0.0, B=0.0, W=0.0, BW=0.0)
 
 
 class LayerSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,8 +111,7 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       layer: the mean layer, compute alone unless measured.
       transfer: a message to each of both neighbours at once, as every tick sends them.
       copies: of residuals that are offloaded to the host; computed, never measured.
-      again: what B of a stage's first layers recomputes, more than `layer`; computed, never
-        measured.
+      again: what a stage's first layers take longer than `layer`; computed, never measured.
       exchange: all-to-alls of a layer over ep that its compute does not hide; 0 if `layer` is
         measured and so contains them.
       sharing: waits of a layer for replicas: those that share its sequences, and those that have
@@ -202,7 +208,6 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             exchanged[1:] = [x * exchange.whole_backward / 2] * 2
             copied[1:] = [copies.B / 2] * 2
         seconds = [copies.beside(c, op + x, n) for c, op, x in zip(copied, computed, exchanged)]
-        again = self.again.of_stage(n)
-        seconds[1:] = [seconds[1] + again, seconds[2]] if split else [seconds[1] + again / 2] * 2
+        seconds = [*map(sum, zip(seconds, self.again.of_stage(n, split=split)))]
         seconds.append(n * (f * layer.R + waits.R + x * exchange.R))
         return seconds, [n * op for op in exchanged]
