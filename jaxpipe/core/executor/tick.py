@@ -7,6 +7,7 @@ barrier ends the read. Only messages and the dx that a deferred embedding gradie
 outside a cond; those without use go to a dummy slot.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -108,7 +109,7 @@ class DeviceWork:
             carry = self.embed_head.run_on_all_ranks(step, carry, row)
         inputs, before = self._forward_inputs(step, carry, row)
         with jax.named_scope("F_chunk0"):
-            outputs = chunk.first_forward(inputs, before)
+            outputs = _run_forward(step, partial(chunk.first_forward, inputs, before))
         params = outputs.params, *self.params[1:]
         ran, losses = self._with_aux_losses(carry, row, outputs._replace(params=()))
         y, aux, losses = jax.tree.map(
@@ -126,8 +127,7 @@ class DeviceWork:
 
         def run() -> tuple[ForwardOutputs, jax.Array | None]:
             inputs, before = self._forward_inputs(step, carry, row)
-            forward = partial(self.chunks[chunk].forward, inputs, before)
-            outputs = run_in_phases(forward) if step.execution.overlap_halves else forward()
+            outputs = _run_forward(step, partial(self.chunks[chunk].forward, inputs, before))
             return self._with_aux_losses(carry, row, outputs)
 
         return self._with_forward(carry, *lax.cond(runs, run, lambda: self._forward_state(carry)))
@@ -289,6 +289,11 @@ class DeviceWork:
 def transfers_of(step: StepData) -> Transfers:
     """Return the messages between pipeline ranks in a step."""
     return Transfers(step.tables, step.poison, step.execution.printer)
+
+
+def _run_forward(step: StepData, forward: Callable[[], ForwardOutputs]) -> ForwardOutputs:
+    """Return `forward()`, in phases if layers run in halves."""
+    return run_in_phases(forward) if step.execution.overlap_halves else forward()
 
 
 def _action_inputs(step: StepData, row: TableRow, rows: Tree) -> ActionInputs:

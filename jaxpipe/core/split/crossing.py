@@ -121,9 +121,7 @@ def find_crossing(
     after = {ports.dy.value, *ports.dy.state}
     free = {*jaxpr.constvars, *jaxpr.invars, *next_state} - {ports.x, *state, *after}
     on_dy = dependents(jaxpr, after.union(jax.tree.leaves(ports.dy.losses)))
-    effects = [eqn for eqn in jaxpr.eqns if has_effects(eqn)]
-    in_b = tuple(eqn for eqn in effects if not on_dy.isdisjoint(variables_in(eqn)))
-    in_f = tuple(eqn for eqn in effects if on_dy.isdisjoint(variables_in(eqn)))
+    in_f, in_b = _effects(jaxpr, on_dy)
     once = {var for eqn in in_f for var in eqn.outvars}
     on_x = dependents(jaxpr, {ports.x, *state, *once}, next_state) - on_dy - free
     b_outputs = [*ports.made_by_b, *(var for eqn in in_b for var in variables_in(eqn))]
@@ -166,11 +164,18 @@ def find_crossing(
     gathered = tuple(var for var in gathers if var in in_backward)
     for_r = None
     if recomputed is not None:
-        wanted, of_f = [*for_b, *for_w], storable(policy)
-        needed = reads(equations_to(jaxpr, wanted, free | of_f), wanted)
-        for_r = tuple(var for var in needed if var in of_f)
+        wanted, stored = [*for_b, *for_w], storable(policy)
+        read_by_r = reads(equations_to(jaxpr, wanted, free | stored), wanted)
+        for_r = tuple(var for var in read_by_r if var in stored)
     residuals = Residuals(tuple(for_b), tuple(for_w), for_r)
     return Crossing(residuals, tuple(stash), gathered, in_f, in_b)
+
+
+def _effects(jaxpr: Jaxpr, on_dy: set[Var]) -> tuple[tuple[JaxprEqn, ...], tuple[JaxprEqn, ...]]:
+    """Return the equations with effects that F runs, and those that B runs, which depend on dy."""
+    effects = [(eqn, on_dy.isdisjoint(variables_in(eqn))) for eqn in jaxpr.eqns if has_effects(eqn)]
+    in_f = tuple(eqn for eqn, is_forward in effects if is_forward)
+    return in_f, tuple(eqn for eqn, is_forward in effects if not is_forward)
 
 
 def find_gradients_of_state(jaxpr: Jaxpr, ports: Ports) -> frozenset[Var]:
