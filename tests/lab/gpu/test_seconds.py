@@ -141,7 +141,7 @@ def test_a_loop_over_layers_counts_every_layer():
 def test_a_step_by_the_plans_own_seconds_is_the_plans(settings):
     plan = arrange(load(SMALL, settings))
     ops = plan.seconds
-    actions = {op: getattr(ops.layer, op) for op in ("F", "B", "W")}
+    actions = {op: getattr(ops.layer, op) for op in ("F", "B", "W", "BW")}
     mine = StepSeconds(actions, ops.head, 0.5)
     step, planned = mine.step(plan, 1)
     assert step - 0.5 == pytest.approx(planned)
