@@ -10,6 +10,7 @@ from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.core.schedule.scan import scan_time
 from jaxpipe.planning import resolve
+from jaxpipe.planning.cost.costs import costs_of
 from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.training.trainer import Trainer
@@ -30,15 +31,17 @@ def test_it_gains_what_ranks_would_wait():
     full, ahead = (plan_of("llama3_70b_32gpu_tp4_pp4", remat) for remat in ("full", "ahead"))
     assert not full.schedule.recomputes
     assert ahead.schedule.recomputes
-    assert seconds(ahead) < 0.93 * seconds(full)
+    assert seconds(ahead) < 0.97 * seconds(full)
     one_more = ahead.memory.activations - full.memory.activations
     assert 0 < one_more < plan_of("llama3_70b_32gpu_tp4_pp4", "selective").memory.activations / 2
 
 
-def test_b_and_r_cost_what_b_does_with_full_remat():
-    full, ahead = (plan_of("qwen3_8b_pp2", remat).costs for remat in ("full", "ahead"))
-    alone = [b + w for b, w in zip(full.B, full.W)]
-    np.testing.assert_allclose(np.add(np.add(ahead.B, ahead.W), ahead.R), alone, rtol=0.02)
+def test_b_and_r_have_the_products_of_b_with_full_remat():
+    """And R copies more, since it writes residuals for B."""
+    full, ahead = (plan_of("qwen3_8b_pp2", remat) for remat in ("full", "ahead"))
+    (alone,), (split,) = (costs_of(plan.config).kinds.values() for plan in (full, ahead))
+    np.testing.assert_allclose(split.B + split.W + split.R, alone.B + alone.W, rtol=0.01)
+    assert sum(map(sum, (ahead.costs.B, ahead.costs.R))) > sum(full.costs.B)
 
 
 @pytest.mark.parametrize("other", ["parallel.slices=2", "train.offload_layers=1"])
