@@ -20,7 +20,8 @@ def assign_layers(
       layers: layers of the model, the sum of the result.
       stages: number of stages.
       policy: "even" gives the remainder to the first stages; "weighted" counts embedding and head
-        as layers of the first and last stage, then splits evenly; a sequence is the result itself.
+        as layers of the first and last stage, then splits evenly, with a layer in each stage; a
+        sequence is the result itself.
       weights: layers that the embedding and the head count as under "weighted".
       pinned: layers of the first and of the last stage, 0 for not pinned; the remaining layers are
         split evenly under either policy.
@@ -31,6 +32,8 @@ def assign_layers(
     (11, 11, 10)
     >>> assign_layers(80, 4, "weighted")
     (20, 21, 20, 19)
+    >>> assign_layers(5, 4, "weighted")
+    (1, 1, 2, 1)
     >>> assign_layers(8, 4, pinned=(1, 1))
     (1, 3, 3, 1)
     """
@@ -61,9 +64,8 @@ def assign_layers(
     if min(counts) < 1:
         raise ScheduleError(
             f"layer split {policy!r} of {layers} layers over {stages} stages leaves stage "
-            f"{counts.index(min(counts))} without one (input_weight={weights[0]}, "
-            f"output_weight={weights[1]}): every stage needs a layer; lower the weights or the "
-            f"pins, or use fewer stages."
+            f"{counts.index(min(counts))} without one: every stage needs a layer; change the list "
+            f"or the pins, or use fewer stages."
         )
     return counts
 
@@ -89,6 +91,10 @@ def _split_with_weights(layers: int, stages: int, weights: tuple[int, int]) -> t
     counts = list(_split_evenly(layers + sum(weights), stages))
     counts[0] -= weights[0]
     counts[-1] -= weights[1]
+    while min(counts) < 1:  # embedding or head weigh more than the share of a stage
+        fewest, most = (counts.index(of(counts)) for of in (min, max))
+        counts[fewest] += 1
+        counts[most] -= 1
     return tuple(counts)
 
 

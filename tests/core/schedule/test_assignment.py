@@ -41,7 +41,7 @@ def test_pinned_ends():
     assert assign_layers(7, 2, pinned=(4, 3)) == (4, 3)
 
 
-@pytest.mark.parametrize("layers", [8, 12, 17, 32])
+@pytest.mark.parametrize("layers", [4, 8, 12, 17, 32])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("policy", ["even", "weighted"])
 def test_covers_all_layers(layers, stages, policy):
@@ -50,12 +50,16 @@ def test_covers_all_layers(layers, stages, policy):
     assert min(counts) >= 1
 
 
+def test_a_heavy_head_leaves_its_stage_one_layer():
+    assert assign_layers(4, 4, "weighted", weights=(1, 4)) == (1, 1, 1, 1)
+    assert assign_layers(61, 32, "weighted") == (1, 1, *[2] * 29, 1)
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
         ((3, 4), {}, "3 layers cannot fill 4 stages"),
         ((4, 0), {}, "0 stages"),
-        ((4, 4, "weighted"), {"weights": (1, 4)}, "every stage needs a layer"),
         ((8, 4, [2, 2, 4]), {}, "3 entries with sum 8: it needs 4 entries"),
         ((8, 4, [2, 2, 2, 1]), {}, "sum 7: it needs 4 entries"),
         ((8, 4, [0, 4, 2, 2]), {}, "every stage needs a layer"),
