@@ -211,7 +211,7 @@ def test_a_length_that_chooses_factors_is_compared():
     assert changed_settings(saved | {"max_seq_len": 16}, model) == {"model.max_seq_len": (16, 64)}
 
 
-OTHER = {int: lambda value: value + 1, float: lambda value: value * 2 + 0.25,
+OTHER = {int: lambda value: value + 1, float: lambda value: value / 2 or 0.25,
          bool: lambda value: not value, str: lambda value: value + "x",
          tuple: lambda value: (*value, 0.25)}  # fmt: skip
 

@@ -14,14 +14,12 @@ class ForwardOrder(LayerRun):
 
     def over_layers(
         self, layer: OfLayer, passed: Passed, gathered: Tree = None, after: LayerRun | None = None,
-        *, backward: bool = False, prefetch: bool = False, in_time: bool = False,
+        *, backward: bool = False, **options: bool,
     ) -> tuple[Passed, Tree]:  # fmt: skip
         """As of `LayerRun`, but `backward` changes nothing."""
         if backward and self.layers > 1:
             gathered = None  # it is of the last layer
-        return super().over_layers(
-            layer, passed, gathered, after, prefetch=prefetch, in_time=in_time
-        )
+        return super().over_layers(layer, passed, gathered, after, **options)
 
 
 def run_forward(run: LayerRun) -> LayerRun:
