@@ -1,9 +1,9 @@
 """`python -m jaxpipe.inference.grpo_example CONFIG [section.key=value ...]`: GRPO, to be copied.
 
-An iteration generates answers, rewards them, scores them with the policy and with a frozen copy of
-the first model, and makes EPOCHS steps on the clipped ratio with a KL penalty (Shao et al. 2024,
-"DeepSeekMath", section 4.1). checkpoint.resume=PATH starts from a run, a checkpoint, or a model's
-directory from Hugging Face, of the model of CONFIG; the same command goes on from run.dir.
+An iteration generates answers, rewards them, scores them with the policy and with a copy of the
+first model, and makes EPOCHS steps on the clipped ratio with a KL penalty (Shao et al. 2024,
+section 4.1). checkpoint.resume=PATH starts from a run, a checkpoint, or a model's directory from
+Hugging Face, of the model of CONFIG; the same command goes on from run.dir.
 
 Exit codes: those of `python -m jaxpipe.train`.
 """
@@ -85,8 +85,7 @@ def train(arguments: Namespace) -> None:
         if newest := checkpoints.restore(trainer.state_shapes.parts(), print):
             state = trainer.state_of(newest[0], newest[1]["guard"])
         for iteration in range(int(state.step) // EPOCHS, config.train.steps // EPOCHS):
-            # The weights of an evaluation, which `generate` and `stream_weights` take as well. With
-            # schedule_free a step's are others, and the ratio corrects for that.
+            # As `generate` takes them; with schedule_free the ratio corrects for those of a step.
             policy = trainer.averaged(state)
             prompts = [[*PROMPTS[row // GROUP % len(PROMPTS)]] for row in range(samples)]
             made = generator.generate(prompts, NEW, seed=iteration, state=state)
@@ -97,8 +96,8 @@ def train(arguments: Namespace) -> None:
             rewards = np.array([reward(answer) for answer in answers]).reshape(-1, GROUP)
             gain = (rewards - rewards.mean(1)[:, None]) / (rewards.std(1)[:, None] + 1e-6)
             batch["advantages"] = np.broadcast_to(gain.reshape(*old.shape[:2], 1), old.shape)
-            of_reference = score(reference, batch, state.variables)
-            batch["reference_logprobs"] = np.asarray(of_reference.logprobs_BL)
+            scored = score(reference, batch, state.variables).logprobs_BL
+            batch["reference_logprobs"] = np.asarray(scored)
             for step in range(iteration * EPOCHS, (iteration + 1) * EPOCHS):  # over one rollout
                 rows = trainer.put(batch | {"old_logprobs": old}, step * samples)
                 state, metrics = trainer.train_step(state, rows)

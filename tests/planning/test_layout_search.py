@@ -63,8 +63,8 @@ def test_a_search_finds_what_brute_force_finds(name):
         every = list({one.layout: one for one in sorted(search.every(), reverse=True)}.values())
         assert values(result.best) == values(sorted(every)[:3])
     assert every
-    # "tp" has two layouts in all, and the candidates of "sequences" are few and close.
-    assert result.simulated < result.candidates or name in ("tp", "sequences")
+    # "tp" has two layouts in all. Those of tiny models are close: launches take most of their time.
+    assert result.simulated < result.candidates or name in ("tp", "sequences", "memory")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_what_is_written_runs_without_a_loop_that_it_excludes(tmp_path):
     looped.write_text(SMALL.read_text().replace("[parallel]", "[parallel]\nunroll_layers = 1"))
     words = ["--search", "--devices", "2", "--device", "h100", "--write", str(file)]
     words += ["parallel.pp=2", "parallel.tp=1", "parallel.cp=1", "model.n_layers=8"]
-    words += ["parallel.schedule=dualpipev", "train.microbatch_size=1"]
+    words += ["parallel.schedule=dualpipev", "train.microbatch_size=1", "train.remat=none"]
     assert main([str(looped), *words]) == 0
     assert configs.load(file).parallel.unroll_layers == 0
     resolve(configs.load(file))

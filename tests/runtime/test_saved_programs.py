@@ -22,7 +22,6 @@ from jax import lax
 from pathlib import Path
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxpipe.config import ConfigError
-from jaxpipe.runtime.group import Group
 from jaxpipe.runtime.programs import program_store
 from jaxpipe.runtime.programs.compile_cache import compile_timed
 
@@ -72,7 +71,7 @@ if what in ("cut", "damaged"):
     (folder / path.name).write_bytes(content[:-1] + last)
 options = {"xla_gpu_deterministic_ops": True} if what == "options" else {}
 saved = {} if what == "plain" else {"saved": lambda lowered: program_store.load_program(
-    Group(), folder, "train_step", lowered, devices, options)}
+    processes.group(), folder, "train_step", lowered, devices, options)}
 program, words = compile_timed(step, state, batch, **saved)
 print(len(compiled), words)
 before = state
