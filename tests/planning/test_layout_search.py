@@ -136,7 +136,8 @@ def test_what_is_written_runs_without_a_loop_that_it_excludes(tmp_path):
     words = ["--search", "--devices", "2", "--device", "h100", "--write", str(file)]
     words += ["parallel.pp=2", "parallel.tp=1", "parallel.cp=1", "model.n_layers=8"]
     words += ["parallel.schedule=dualpipev", "train.microbatch_size=1", "train.remat=none"]
-    assert main([str(looped), *words]) == 0
+    in_order = "parallel.in_flight=0"  # in its ticks an F and a gradient run at once
+    assert main([str(looped), *words, in_order]) == 0
     assert configs.load(file).parallel.unroll_layers == 0
     resolve(configs.load(file))
     assert main([str(looped), *words, "parallel.unroll_layers=1"]) == 0  # which is fixed
