@@ -3,11 +3,11 @@
 A stage-stacked tree (parameters, gradients or moments) is sharded by the rule of
 `jaxpipe.core.contract.parameter`. An array of another shape than its parameter, such as a row of
 factored second moments or a preconditioner, lives with its layer too, and replicas shard its first
-dim that they divide. Where several mesh axes shard one dim, tp has the largest shards, then pp,
-then the replicas. Where the replicas divide no dim, one is padded with zeros at its end. The
-padding stays zero because its gradients, moments and updates are zero. Layers never see this
-padding; only the padding of a vocabulary that its devices do not divide reaches them, and they
-ignore it.
+dim that they divide. Where several mesh axes shard one dim, those that the parameter declares have
+the largest shards, in the order in which it names them, then pp, then the replicas. Where the
+replicas divide no dim, one is padded with zeros at its end. The padding stays zero because its
+gradients, moments and updates are zero. Layers never see this padding; only the padding of a
+vocabulary that its devices do not divide reaches them, and they ignore it.
 """
 
 import math
@@ -28,7 +28,7 @@ from jaxpipe.core.contract.parameter import Names, ParamSpec, plan_sharding
 from jaxpipe.core.mesh.flags import is_trained, merge
 from jaxpipe.core.mesh.mesh import DP, EP, PP, REPLICA_AXES, RP, TP, ZERO_AXES
 
-_NESTING = (TP, PP, EP, DP, RP)  # order in which axes shard a dim, largest shards first; rp never
+_REDUCED = (TP, PP, EP, DP, RP)  # the order in which an all-reduce names its axes
 _PLAIN = ParamSpec()
 
 
@@ -124,7 +124,7 @@ class ParamSharding:
         sharded = self._sharded_dims(axes)
         for axis, dim in sharded.items():
             gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
-        rest = tuple(axis for axis in _NESTING if axis in axes and axis not in sharded)
+        rest = tuple(axis for axis in _REDUCED if axis in axes and axis not in sharded)
         return lax.psum(gradient, rest) if rest else gradient
 
     def reduce_over_replicas(
@@ -170,8 +170,8 @@ class ParamSharding:
 
     def _sharded_dims(self, axes: Collection[str]) -> dict[str, int]:
         """The dim that each axis among `axes` shards, if it shards one, largest shards first."""
-        dims = {axis: self.dim_of(axis) for axis in _NESTING if axis in axes}
-        return {axis: dim for axis, dim in dims.items() if dim is not None}
+        entries = enumerate(self.dim_axes)
+        return {axis: dim for dim, entry in entries for axis in entry if axis in axes}
 
 
 @dataclass(frozen=True)

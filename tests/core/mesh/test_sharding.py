@@ -110,6 +110,26 @@ def test_specs_over_a_factor_of_the_replicas():
     )
 
 
+def test_a_parameter_over_ep_and_tp_is_sharded_in_the_order_that_it_declares():
+    """Devices compute the shards that a `NamedSharding` gives them, also from one another's."""
+    mesh = make_mesh(1, 4, 2, factors=ReplicaFactors(ep=2))
+    experts = ParamSpec((*over(0, EP), *over(0, TP)), shape=(8, 3))
+    full = jnp.arange(24.0).reshape(1, 8, 3)
+    how = Sharding(mesh, None, lambda slot: {"w": experts}, 1)
+    stored = how.param_shardings({"layers": ({"w": full},)})["layers"][0]["w"]
+    assert stored.partition_spec == Spec(PP, (EP, TP, DP))
+
+    def check(part):
+        gathered = stored.gather(part, {DP, EP, TP})
+        own = stored.shard(gathered, {DP, EP, TP})
+        return jnp.stack([jnp.abs(gathered - full).max(), jnp.abs(own - part).max()])
+
+    run = jax.shard_map(
+        check, mesh=mesh, in_specs=stored.partition_spec, out_specs=Spec(), check_vma=False
+    )
+    assert not jax.jit(run)(full).any()
+
+
 def test_specs_of_models_that_declare_nothing():
     got = Sharding(make_mesh(2, 2, 2)).partition_specs(shapes())
     assert got["embed_head"] == {
