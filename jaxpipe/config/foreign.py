@@ -157,6 +157,10 @@ ROWS = (
         "expert_parallel_degree expert_model_parallel_size expert_parallel ep_size ep_degree",
         "`parallel.ep`",
     ),
+    (
+        "expert_tensor_parallel_degree expert_tensor_parallel_size",
+        "`parallel.ep_over_tp`; true: 1, false: tp",
+    ),
     ("breadth_first_micro_batches microbatch_group_size_per_vp_stage", "`parallel.breadth`"),
     ("micro_batch_splits num_seq_splits", "`parallel.slices`"),
     (

@@ -31,7 +31,6 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         int,
         Meta(ge=-1, le=INT32_MAX),
         multiple_of("parallel.dp_replicate", "parallel.cp", why="cp replicas share a sequence"),
-        multiple_of("parallel.dp_replicate", "parallel.ep", why="ep replicas share the experts"),
     ] = 1
     # groups of replicas that hold all shards each; ZeRO shards within a group (HSDP); 1: plain ZeRO
     dp_replicate: Annotated[
@@ -49,12 +48,20 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         read_with("parallel.cp_method", "ring"),
         divides("parallel.cp", why="that many replicas are one ring position"),
     ] = 1
-    # replicas that share the experts of every layer (a factor of dp)
+    # devices that share the experts of every layer (expert parallelism): replicas, a factor of dp;
+    # with ep_over_tp a multiple of tp and a factor of dp x tp
     ep: Annotated[
         Positive,
         needs("model.n_experts"),
-        divides("model.n_experts", why="replicas have equal parts of the experts"),
+        divides("model.n_experts", why="each has as many of the experts as the others"),
     ] = 1
+    # count devices along tp among those of ep: each has whole experts and sends its own share of a
+    # sequence's tokens; false: tp shards the width of every expert, and its devices send all tokens
+    ep_over_tp: Annotated[
+        bool,
+        needs("parallel.ep", above=1, why="it says over which devices experts are shared"),
+        needs("parallel.sequence_parallel", why="that shards the tokens over tp"),
+    ] = False
     # capacity of the expert all-to-all buffer, as a multiple of the mean load; 0: worst case,
     # nothing overflows
     ep_buffer_factor: Annotated[
@@ -149,6 +156,7 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         shared = f" cp={self.cp} ({self.sharing})" if self.cp > 1 else ""
         groups = f" in {self.dp_replicate} groups" if self.dp_replicate > 1 else ""
         experts = f" ep={self.ep}" if self.ep > 1 else ""
+        experts += " over tp" if self.ep_over_tp else ""
         return f"pp={self.pp} dp={self.dp}{groups}{shared}{experts} tp={self.tp}"
 
     @property
@@ -182,6 +190,11 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     def rows_per_sequence(self) -> int:
         """Rows of microbatches that a sequence becomes: its slices x the replicas that share it."""
         return self.slices * self.cp
+
+    @property
+    def ep_replicas(self) -> int:
+        """Replicas that share the experts of a layer: the size of the mesh axis ep."""
+        return self.ep // self.tp if self.ep_over_tp else self.ep
 
     @property
     def devices(self) -> int:

@@ -23,7 +23,8 @@ class Sharing:
       embed_head_devices: the devices that share embedding and head; None: `devices`.
       sequence: context parallelism: how attention reaches the tokens on other devices.
       slices: number of sequence slices, which a device computes one after the other.
-      replicas: the replicas over which the experts of a layer are sharded.
+      replicas: the replicas, or devices of several replicas, over which the experts of a layer are
+        sharded.
     """
 
     devices: OneDevice = ONE_DEVICE
@@ -31,6 +32,16 @@ class Sharing:
     sequence: FullSequence = FULL_SEQUENCE
     slices: int = 1
     replicas: AllExperts = ALL_EXPERTS
+
+    @property
+    def width_devices(self) -> OneDevice:
+        """The devices that share the width of every routed expert, and route the same tokens."""
+        return ONE_DEVICE if self.replicas.over_tp else self.devices
+
+    @property
+    def token_devices(self) -> OneDevice:
+        """The devices that share a layer, but route different tokens to whole experts."""
+        return self.devices if self.replicas.over_tp else ONE_DEVICE
 
 
 @dataclass(frozen=True)

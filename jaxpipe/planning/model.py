@@ -27,7 +27,7 @@ def model_of(config: Config, grouped: GroupedProduct | None = None) -> Model:
     `grouped` are the experts' grouped products; None: as a plan traces them.
 
     Layers are shared over tp, embedding and head also over pp if vocabulary-parallel, sequences
-    over cp, and experts over ep.
+    over cp, and experts over ep, or ep and tp.
     """
     parallel, train = config.parallel, config.train
     grouped = grouped or grouped_of(config, None)
@@ -56,7 +56,7 @@ def _sharing_of(parallel: ParallelConfig) -> Sharing:
     if parallel.cp > 1:
         sequence = ContextParallel(parallel.cp, parallel.exchanging)
     if parallel.ep > 1:
-        replicas = ExpertParallel(parallel.ep, parallel.ep_buffer_factor)
+        replicas = ExpertParallel(parallel.ep, parallel.ep_buffer_factor, parallel.ep_over_tp)
     return Sharing(devices, embed_head_devices, sequence, parallel.slices, replicas)
 
 
@@ -77,4 +77,5 @@ def _with_adapters(model: Model, config: Config) -> Model:
 def grouped_of(config: Config, device: jax.Device | None) -> GroupedProduct:
     """Return the grouped products that devices of this kind use for experts."""
     dtype, fp8 = jnp.dtype(config.train.compute_dtype), config.train.fp8 != "none"
-    return choose_grouped_product(device, config.model, dtype, config.parallel.tp, fp8=fp8)
+    tp = 1 if config.parallel.ep_over_tp else config.parallel.tp
+    return choose_grouped_product(device, config.model, dtype, tp, fp8=fp8)

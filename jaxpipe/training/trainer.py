@@ -72,7 +72,7 @@ class Trainer:
     def mesh(self) -> Mesh:
         """The mesh (pp, rp, dp, ep, tp)."""
         parallel = self.config.parallel
-        factors = ReplicaFactors(rp=parallel.dp_replicate, ep=parallel.ep)
+        factors = ReplicaFactors(rp=parallel.dp_replicate, ep=parallel.ep_replicas)
         return make_mesh(
             parallel.pp, parallel.dp, parallel.tp, self.devices,
             pipeline_first=parallel.pipeline_first, factors=factors,

@@ -35,18 +35,28 @@ LAYOUTS = [  # pp 4, 2, 1, 3 and 8; stages in a loop, in rounds, in a V and from
     # replicas with sharded experts
     {"pp": 2, "dp": 4, "ep": 4, "zero_stage": 2},
     {"pp": 2, "dp": 2, "ep": 2, "tp": 2, "schedule": "dualpipev", "zero_stage": 3},
+    {
+        "pp": 2,
+        "dp": 2,
+        "tp": 2,
+        "sequence_parallel": True,
+        "ep": 4,
+        "ep_over_tp": True,
+        "zero_stage": 2,
+    },
 ]
 PLAIN = {
     "pp": 1, "dp": 1, "tp": 1, "cp": 1, "schedule": "1f1b", "layer_split": "even",
     "zero_stage": 1, "sequence_parallel": False, "vocab_parallel_pp": False,
-    "reshard_after_forward": False, "transfer_ticks": 0, "ep": 1, "unroll_layers": 0,
+    "reshard_after_forward": False, "transfer_ticks": 0, "ep": 1, "ep_over_tp": False,
+    "unroll_layers": 0,
 }  # fmt: skip
 MODELS = {  # differing settings, and the layouts that each model goes through
     "dense": ([], range(8)),
     "tied": (["model.tie_embeddings=true"], (1, 2, 7)),
     "sparse": (["model.n_layers=4", "model.n_experts=8", "model.experts_per_token=2",
                 "model.d_expert=32", "model.first_dense_layers=1", "model.router_bias_rate=0.01"],
-               (0, 8, 9)),
+               (0, 8, 9, 10)),
 }  # fmt: skip
 
 

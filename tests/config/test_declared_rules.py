@@ -110,12 +110,14 @@ BROKEN = (
     "lora.alpha=8.0 -> lora.rank",
     "parallel.dp=3 parallel.dp_replicate=2 -> parallel.dp_replicate",
     "parallel.dp=3 parallel.cp=2 -> parallel.cp",
-    "parallel.dp=3 parallel.ep=2 model.n_experts=4 -> parallel.ep",
     "parallel.dp_replicate=2 parallel.dp=2 parallel.zero_stage=0 -> parallel.zero_stage",
     "parallel.cp_heads=2 parallel.dp=2 parallel.cp=2 -> parallel.cp_method",
     "parallel.cp_heads=3 parallel.dp=2 parallel.cp=2 parallel.cp_method=ring -> parallel.cp",
     "parallel.ep=2 parallel.dp=2 -> model.n_experts",
     "parallel.ep=2 parallel.dp=2 model.n_experts=3 -> model.n_experts",
+    "parallel.ep_over_tp=true -> parallel.ep",
+    "parallel.ep_over_tp=true parallel.ep=2 model.n_experts=4 parallel.tp=2 "
+    "-> parallel.sequence_parallel",
     "parallel.ep_buffer_factor=2.0 -> parallel.ep",
     "parallel.ep_buffer_factor=2.0 parallel.ep=2 parallel.dp=2 model.n_experts=4 "
     "model.capacity_factor=2.0 -> model.capacity_factor",

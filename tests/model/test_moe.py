@@ -14,9 +14,7 @@ from msgspec import structs
 
 from jaxpipe.config import Config, ParallelConfig, TrainConfig
 from jaxpipe.core.contract import Aux, Context
-from jaxpipe.core.contract.devices import ONE_DEVICE
 from jaxpipe.core.contract.experts import ALL_EXPERTS
-from jaxpipe.core.contract.sequence import FULL_SEQUENCE
 from jaxpipe.core.split import POLICIES
 from jaxpipe.core.split.split import Cotangent, split_layer
 from jaxpipe.model.families.llama.config import LlamaConfig
@@ -118,7 +116,7 @@ def test_rows_go_into_slots_and_back(places):
 
 def test_the_loss_of_uneven_loads_is_1_a_token_where_they_are_even():
     config = LlamaConfig(**SIZES, router_aux_loss=1.0)
-    balance = Balance(config, ONE_DEVICE, FULL_SEQUENCE)
+    balance = Balance(config)
     even = (2 * jnp.arange(8)[None, :, None] + jnp.arange(2)[None, None]) % 8
     shares = jnp.full((1, 8, 8), 1 / 8)
     weights = jnp.full((1, 8, 2), 1 / 2)

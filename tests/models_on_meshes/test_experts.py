@@ -75,6 +75,34 @@ def test_experts_take_no_padding(model, name, mesh, how):
     assert (tokens == held().sum()).all()
 
 
+WHOLE = [
+    ("qwen", "1f1b", (1, 1, 2, 1), {}),
+    ("deepseek", "1f1b", (2, 2, 2, 2), {"remat": "selective"}),
+    ("deepseek", "zb_h1", (2, 2, 2, 2), {"remat": "full", "zero_stage": 2}),
+    ("qwen", "zbv", (2, 2, 2, 1), {"zero_stage": 1}),
+    ("qwen", "dualpipev", (2, 2, 2, 2), {"remat": "full", "lockstep": PAIRED}),
+    ("qwen", "zbv", (2, 2, 2, 2), {"remat": "full", "zero_stage": 3}),
+    ("roomy", "dualpipev", (2, 2, 2, 1), {"lockstep": PAIRED}),
+    ("qwen", "1f1b", (2, 2, 2, 2), {"padding": "packed", "remat": "full"}),
+    ("deepseek", "zb_h1", (2, 2, 2, 1), {"padding": "real"}),
+    ("deepseek", "1f1b", (1, 4, 2, 2), {"cp": 2, "remat": "full", "zero_stage": 2}),
+    ("qwen", "zb_h1", (2, 2, 2, 2), {"cp": 2, "heads": 1}),
+    ("deepseek", "1f1b", (2, 2, 2, 2), {"slices": 2, "routed": True}),
+    ("ahead", "zb_h1", (2, 2, 2, 2), {"remat": "full"}),
+    ("qwen", "zb_h1", (2, 2, 2, 2), {"overlap_halves": True}),
+    ("one", "1f1b", (2, 2, 2, 2), {"crowded": True}),
+]
+
+
+@pytest.mark.extended
+@pytest.mark.slow(unless=["qwen-1f1b-mesh0-*"])
+@pytest.mark.parametrize(("model", "name", "mesh", "how"), WHOLE)
+def test_devices_along_tp_route_their_own_tokens_to_whole_experts(model, name, mesh, how):
+    got, want = run(model, name, *mesh, over_tp=True, poison_bubbles=True, **how)
+    assert_same(got, want)
+    assert not np.asarray(got.aux.sums["expert_rows_dropped"]).any()
+
+
 @pytest.mark.slow
 def test_the_kernel_of_gpus_agrees_with_the_reference(monkeypatch):
     """A stand-in keeps uninitialized rows of no group, and buffers are half empty."""

@@ -21,6 +21,7 @@ CASES = {
     "gemma3, ZeRO 3, ring": ("gemma3", "zb_h1", (2, 2, 1), {"cp": 2, "heads": 1, "zero_stage": 3}),
     "gemma3, packed, cp": ("packed_gemma3", "1f1b", (2, 2, 2), {"cp": 2, "sequence": True}),
     "gpt_oss": ("gpt_oss", "zb_h1", (2, 2, 2), {"sequence": True, "ep": 2}),
+    "gpt_oss, whole experts": ("gpt_oss", "zb_h1", (2, 2, 2), {"sequence": True, "over_tp": True}),
     "gpt_oss, packed, exchanged heads": (
         "packed_gpt_oss",
         "1f1b",

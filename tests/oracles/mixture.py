@@ -2,7 +2,8 @@
 
 The layer is that of `jaxpipe.model.layers.moe`: attention as in `oracles.decoder`, a router, routed
 SwiGLU experts, shared ones. Everything is for one microbatch on one device; experts are sharded
-over `ep`, and the width of every expert over `tp`.
+over `ep`, and the width of every expert over `tp`. With `over_tp` experts are whole, and a device
+sends them 1 / tp of the tokens.
 
 Without a capacity every choice of a token is a row; with one every expert has slots for each
 sequence, full or not (Fedus et al. 2021, equation 3). Over ep a device has buffers for rows from
@@ -37,7 +38,7 @@ def expert_rows(
 
 def sparse_layer_flops(
     model: LlamaConfig, *, batch: int, seq_len: int, remat: str = "none", ep: int = 1, tp: int = 1,
-    factor: float = 0.0,
+    factor: float = 0.0, over_tp: bool = False,
 ) -> OpFlops:  # fmt: skip
     """Return the matmul FLOPs of one sparse layer, with recomputation in B.
 
@@ -45,10 +46,11 @@ def sparse_layer_flops(
     stores the results of ragged products, but not those of batched ones.
     """
     tokens, d, width = batch * seq_len, model.d_model, model.expert_width // tp
-    rows = expert_rows(model, batch=batch, seq_len=seq_len, ep=ep, factor=factor)
-    one = 2.0 * d * width * rows
+    each = tp if over_tp else 1  # devices between which the tokens of a sequence are divided
+    rows = expert_rows(model, batch=batch, seq_len=seq_len // each, ep=ep, factor=factor)
+    one = 2.0 * d * width * each * rows
     shared = 2.0 * d * width * tokens * model.shared_experts
-    router = 2.0 * tokens * d * model.n_experts
+    router = 2.0 * tokens / each * d * model.n_experts
     attention = layer_flops(
         replace(model, d_ff=0, n_experts=0), batch=batch, seq_len=seq_len, remat=remat, tp=tp
     )

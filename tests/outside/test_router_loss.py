@@ -12,8 +12,6 @@ from hf_models import stored_params
 from msgspec.structs import replace
 
 from jaxpipe.checkpoint.hf.parameters import hf_format, import_huggingface
-from jaxpipe.core.contract.devices import ONE_DEVICE
-from jaxpipe.core.contract.sequence import FULL_SEQUENCE
 from jaxpipe.core.executor import step_ref
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama.decoder import LlamaDecoder
@@ -38,7 +36,7 @@ def coefficient(model):
 
 def balance_loss(model, logits_SLE):
     """Return jaxpipe's loss of one sequence, a mean over its tokens, summed over layers."""
-    balance, total = Balance(model.resolved(), ONE_DEVICE, FULL_SEQUENCE), 0.0
+    balance, total = Balance(model.resolved()), 0.0
     for layer, logits_LE in zip(model.sparse_layers, logits_SLE):
         shares_BLE = jax.nn.softmax(logits_LE)[None]
         choice_BLK = jax.lax.top_k(shares_BLE, model.experts_per_token)[1]

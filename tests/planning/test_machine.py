@@ -31,6 +31,8 @@ def test_axes_lie_as_the_mesh_orders_devices():
     assert found.tp == Group(4, 4)
     assert (found.cp, found.ep) == (Group(2, 2), Group(8, 2))
     assert found.pp == Group(4, 1)
+    assert axes(dp=8, tp=4, ep=16, ep_over_tp=True).ep == Group(16, 8)
+    assert axes(pp=4, dp=8, tp=4, ep=16, ep_over_tp=True, pipeline_first=True).ep == Group(16, 4)
     assert axes(pp=4, dp=1, tp=2).pp == Group(4, 4)
     near = axes(pp=2, dp=8, tp=2, pipeline_first=True)
     assert (near.pp, near.replicas) == (Group(2, 2), Group(8, 2))

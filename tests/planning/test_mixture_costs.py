@@ -23,7 +23,9 @@ MODELS = {
     "capacity": {"capacity_factor": 1.25},
     "shared": {"shared_experts": 2, "router_score": "sigmoid", "router_bias_rate": 0.1},
 }
-MESHES = [{}, {"ep": 2}, {"ep": 4, "factor": 1.5}, {"ep": 2, "tp": 2}]
+MESHES = [
+    {}, {"ep": 2}, {"ep": 4, "factor": 1.5}, {"ep": 2, "tp": 2}, {"ep": 4, "tp": 2, "over_tp": True}
+]  # fmt: skip
 SPARSE = (
     "model.n_experts=8", "model.experts_per_token=2", "model.d_expert=32",
     "model.first_dense_layers=1", "train.grad_accum_steps=8",
@@ -41,17 +43,46 @@ def test_flops_and_bytes_sent(name, remat, mesh):
     ep, factor = mesh.get("ep", 1), mesh.get("factor", 0.0)
     if model.capacity_factor:
         factor = 0.0
-    parallel = ParallelConfig(dp=ep, ep=ep, tp=mesh.get("tp", 1), ep_buffer_factor=factor)
+    over_tp, tp = mesh.get("over_tp", False), mesh.get("tp", 1)
+    parallel = ParallelConfig(
+        dp=ep // tp if over_tp else ep, ep=ep, tp=tp, ep_buffer_factor=factor, ep_over_tp=over_tp,
+        sequence_parallel=over_tp,
+    )  # fmt: skip
     train = TrainConfig(
         steps=1, grad_accum_steps=1, microbatch_size=BATCH, seq_len=LENGTH,
         compute_dtype="bfloat16", remat=remat,
     )  # fmt: skip
     layer = costs_of(Config(model=model, parallel=parallel, train=train)).kinds["sparse"]
     sizes = {"batch": BATCH, "seq_len": LENGTH, "remat": remat, "ep": ep, "factor": factor}
-    work = sparse_layer_flops(model, **sizes, tp=parallel.tp)
+    work = sparse_layer_flops(model, **sizes, tp=parallel.tp, over_tp=over_tp)
     assert (layer.F, layer.B, layer.W) == (work.F, work.B, work.W)
+    if over_tp:
+        sizes["seq_len"] = LENGTH // tp
     sent = exchanged_bytes(model, **sizes, itemsize=2)
     assert layer.exchanged == {"F": sent.F, "B": sent.B, "W": sent.W, "R": 0}
+
+
+@pytest.mark.parametrize("capacity", [0.0, 1.25])
+def test_whole_experts_halve_what_two_devices_of_a_layer_send(capacity):
+    """A layer of Qwen3-235B on 32 devices that share its experts, over ep and over tp."""
+    model = LlamaConfig(
+        n_layers=1, d_model=4096, n_heads=64, n_kv_heads=4, head_dim=128, d_ff=12288,
+        vocab_size=64, n_experts=128, experts_per_token=8, d_expert=1536, capacity_factor=capacity,
+    )  # fmt: skip
+    train = TrainConfig(
+        steps=1, grad_accum_steps=1, microbatch_size=1, seq_len=4096, compute_dtype="bfloat16"
+    )
+    sent = []
+    for dp, over_tp in ((32, False), (16, True)):
+        parallel = ParallelConfig(
+            dp=dp, ep=32, tp=2, sequence_parallel=True, ep_over_tp=over_tp, ep_buffer_factor=0
+        )
+        layer = costs_of(Config(model=model, parallel=parallel, train=train)).kinds["sparse"]
+        sent.append((layer.exchanged, layer.tensor))
+    (alone, over_width), (halved, over_tokens) = sent
+    for op in "FB":
+        assert 0 < halved[op] <= 0.55 * alone[op]
+        assert over_tokens[op] <= 0.55 * over_width[op]  # nor are tokens gathered for experts
 
 
 def estimate_of(*overrides, **hardware):
@@ -63,11 +94,14 @@ def estimate_of(*overrides, **hardware):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize(("ep", "zero"), [(1, 2), (2, 2), (4, 3), (4, 0)])
+@pytest.mark.parametrize(("ep", "zero"), [(1, 2), (2, 2), (4, 3), (4, 0), ("over tp", 2)])
 def test_bytes_are_the_trainers(ep, zero, optimizer):
+    shared = (f"parallel.ep={ep}",)
+    if ep == "over tp":
+        shared = ("parallel.dp=2", "parallel.tp=2", "parallel.sequence_parallel=true",
+                  "parallel.ep=4", "parallel.ep_over_tp=true")  # fmt: skip
     config, estimated = estimate_of(
-        "parallel.pp=2", f"parallel.ep={ep}", f"parallel.zero_stage={zero}",
-        f"optimizer.name={optimizer}",
+        "parallel.pp=2", *shared, f"parallel.zero_stage={zero}", f"optimizer.name={optimizer}",
     )  # fmt: skip
     trainer = Trainer.resolve(config)
 

@@ -212,12 +212,13 @@ def wanted(model, dtype, examples=EXAMPLES, z_loss=0.0):
 
 def pipeline_of(
     model, schedule, pp, dp, tp, *, cp=1, heads=0, slices=1, sequence=False, loss_chunks=1,
-    z_loss=0.0, replicate=1, ep=1, dtype=jnp.float32, examples=EXAMPLES, lockstep=PLAIN,
-    **execution,
+    z_loss=0.0, replicate=1, ep=1, over_tp=False, dtype=jnp.float32, examples=EXAMPLES,
+    lockstep=PLAIN, **execution,
 ):  # fmt: skip
     """Return the pipeline on a mesh, its parameters as they are stored, and the batch.
 
-    `remat="ahead"` is full rematerialisation by actions of its own (R).
+    `over_tp`: the devices along tp of the `ep` replicas have different experts. `remat="ahead"` is
+    full rematerialisation by actions of its own (R).
     """
     _, shared, layers, batch = problem(model, dtype, examples)
     built = build(schedule, pp=pp, microbatches=MICROBATCHES, slices=slices)
@@ -231,11 +232,13 @@ def pipeline_of(
     mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp], factors=factors)
     of_ends = VocabularyParallel.of(devices, pp) if lockstep.vocab_parallel else None
     shards = ContextParallel(cp, heads) if cp > 1 else FULL_SEQUENCE
+    sharers = ep * tp if over_tp else ep
     config = MODELS[model]
     decoder = FAMILIES[config.family].build(
         config,
         sharing=Sharing(
-            devices, of_ends, shards, slices, ExpertParallel(ep) if ep > 1 else ALL_EXPERTS
+            devices, of_ends, shards, slices,
+            ExpertParallel(sharers, over_tp=over_tp) if sharers > 1 else ALL_EXPERTS,
         ),
         ops=packing_of(model),
         loss=Loss(loss_chunks, z_loss),

@@ -52,6 +52,7 @@ MODELS = {
         norm_topk_prob=False, router_aux_loss=0.1,
     ),
     "narrow": LlamaConfig(**SIZES, capacity_factor=0.5),
+    "roomy": LlamaConfig(**SIZES, capacity_factor=4.0, router_aux_loss=0.1),
     "ahead": DeepseekConfig(
         family="deepseek", **{name: size for name, size in SIZES.items() if name != "n_kv_heads"}
         | {"n_layers": 3} | DEEPSEEK,
@@ -175,20 +176,24 @@ def unpadded(model):
 
 def pipeline_of(
     model, name, pp, dp=1, tp=1, ep=1, *, microbatches=MICROBATCHES, sequence=False, cp=1,
-    heads=0, room=0.0, slices=1, product=lax.ragged_dot, documents=0, **execution,
+    heads=0, room=0.0, over_tp=False, slices=1, product=lax.ragged_dot, documents=0, **execution,
 ):  # fmt: skip
-    """Return the pipeline on a mesh, with equally many layers in each stage."""
+    """Return the pipeline on a mesh, with equally many layers in each stage.
+
+    `over_tp`: the devices along tp of the `ep` replicas have different experts.
+    """
     config = MODELS[model]
     schedule = build(name, pp=pp, microbatches=microbatches, slices=slices)
     counts = (config.pipeline_layers // schedule.stages,) * schedule.stages
     mesh = make_mesh(pp, dp, tp, jax.devices()[: pp * dp * tp], factors=ReplicaFactors(ep=ep))
+    sharers = ep * tp if over_tp else ep
     decoder = FAMILIES[config.family].build(
         config,
         sharing=Sharing(
-            devices=TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE,
+            devices=TensorParallel(tp, sequence or over_tp) if tp > 1 else ONE_DEVICE,
             sequence=ContextParallel(cp, heads) if cp > 1 else FULL_SEQUENCE,
             slices=slices,
-            replicas=ExpertParallel(ep, room) if ep > 1 else ALL_EXPERTS,
+            replicas=ExpertParallel(sharers, room, over_tp) if sharers > 1 else ALL_EXPERTS,
         ),
         ops=Ops(dispatch=partial(choose_dispatch, product=product), documents=documents),
     )

@@ -27,6 +27,9 @@ MESHES = {
     "tp": ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.ep=2",
            "parallel.sequence_parallel=true", "train.microbatch_size=2"],
 }  # fmt: skip
+OVER_TP = ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.sequence_parallel=true",
+           "parallel.ep_over_tp=true", "train.microbatch_size=2"]  # fmt: skip
+MESHES["over tp"] = [*OVER_TP, "parallel.ep=4"]
 
 
 def trainer_of(mesh, *overrides):
@@ -71,8 +74,9 @@ def test_a_run_logs_loads_and_goes_on_elsewhere(tmp_path, alone):
 
 
 @pytest.mark.slow
-def test_devices_that_share_a_sparse_layer_make_the_same_step(alone):
-    trainer = trainer_of("tp")
+@pytest.mark.parametrize("mesh", ["tp", "over tp"])
+def test_devices_that_share_a_sparse_layer_make_the_same_step(alone, mesh):
+    trainer = trainer_of(mesh)
     state, metrics = trainer.train_step(trainer.init(), trainer.put(next(batches(0, 4, 4))))
     variables, wanted = alone
     for name in wanted:
@@ -116,6 +120,14 @@ def test_rows_of_any_length_leave_the_same_loads():
             "dp=4 must be a multiple of .* x parallel.ep=3",
         ),
         (
+            ["model.n_experts=6", "parallel.ep=3", *OVER_TP],
+            "ep=3 with parallel.ep_over_tp=true must be a multiple of parallel.tp=2",
+        ),
+        (
+            ["model.n_experts=8", "parallel.ep=8", *OVER_TP],
+            "dp=2 x parallel.tp=2 must be a multiple of .* x parallel.ep=8: ep devices",
+        ),
+        (
             ["parallel.ep_buffer_factor=2"],
             "ep_buffer_factor=2.0 is read only with parallel.ep above 1",
         ),
@@ -153,19 +165,20 @@ def test_a_dense_checkpoint_is_not_for_a_sparse_model(tmp_path):
 
 
 @pytest.mark.slow
-def test_recorded_routes_are_trained_on_elsewhere(tmp_path):
+@pytest.mark.parametrize("meshes", [("ep", "tp"), ("over tp", "over tp")])
+def test_recorded_routes_are_trained_on_elsewhere(tmp_path, meshes):
     """The command writes a batch that other meshes and schedules can use, with its routes fixed."""
     path = tmp_path / "routes.npz"
-    overrides = [*SIZES, *MESHES["ep"], f"run.dir={tmp_path}", "parallel.schedule=zb_h1"]
+    overrides = [*SIZES, *MESHES[meshes[0]], f"run.dir={tmp_path}", "parallel.schedule=zb_h1"]
     config = configs.load(SMALL, overrides)
     assert train(config, record_routes=path) == 0
     batch = dict(np.load(path))
     assert batch["routes"].shape == (4, 4, 32, 1, 2)
-    replayed = trainer_of("tp", "parallel.schedule=1f1b")
+    replayed = trainer_of(meshes[1], "parallel.schedule=1f1b")
     state = replayed.init()
     _, metrics = replayed.train_step(state, replayed.put(batch))
     del batch["routes"]
-    free = trainer_of("tp", "parallel.schedule=1f1b")
+    free = trainer_of(meshes[1], "parallel.schedule=1f1b")
     _, wanted = free.train_step(free.init(), free.put(batch))
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(metrics[name], wanted[name], rtol=1e-6)

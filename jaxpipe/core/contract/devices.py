@@ -42,8 +42,12 @@ class OneDevice:
         """The output of row-parallel matrices, summed over the devices (Megatron's g)."""
         return x
 
+    def own_tokens(self, x: Any) -> Any:
+        """This device's tokens of `[B, L, ...]`: those of the stream between sublayers."""
+        return x
+
     def total(self, x: Any) -> Any:
-        """The sum over the devices, for a value that all use alike afterwards."""
+        """The sum over the devices, for values that all use alike afterwards."""
         return x
 
     def joint_sum(self, x: Any) -> Any:

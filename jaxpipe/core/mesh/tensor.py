@@ -12,6 +12,7 @@ from functools import partial
 import jax
 from jax import lax
 
+from jaxpipe.core.contract import Tree
 from jaxpipe.core.contract.devices import ONE_DEVICE, OneDevice
 from jaxpipe.core.mesh.mesh import PP, TP
 
@@ -25,7 +26,7 @@ def copy_to_devices(x: jax.Array, axis: str) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def sum_over_devices(x: jax.Array, axis: str) -> jax.Array:
+def sum_over_devices(x: Tree, axis: str) -> Tree:
     """All-reduce `x`; the gradient passes unchanged to every device (Shoeybi et al. 2019, g)."""
     return lax.psum(x, axis)
 
@@ -60,7 +61,14 @@ class TensorParallel(OneDevice):
             return lax.psum_scatter(x, TP, scatter_dimension=_SEQUENCE, tiled=True)
         return sum_over_devices(x, TP)
 
-    def total(self, x: jax.Array) -> jax.Array:
+    def own_tokens(self, x: jax.Array) -> jax.Array:
+        """This device's tokens of `[B, L, ...]`; all tokens without `sequence`."""
+        if not self.sequence:
+            return x
+        own = x.shape[_SEQUENCE] // self.size
+        return lax.dynamic_slice_in_dim(x, self.index() * own, own, _SEQUENCE)
+
+    def total(self, x: Tree) -> Tree:
         """The sum over the devices."""
         return sum_over_devices(x, TP)
 

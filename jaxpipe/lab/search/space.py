@@ -19,7 +19,8 @@ _SHARD = 2048  # fewest tokens of a sequence on a device with which more cp is t
 _ANY = ScheduleVariant("gpipe")  # allows all that some schedule allows
 SEARCHED = {
     "parallel": (
-        "pp", "dp", "tp", "cp", "cp_heads", "ep", "sequence_parallel", "vocab_parallel_pp",
+        "pp", "dp", "tp", "cp", "cp_heads", "ep", "ep_over_tp", "sequence_parallel",
+        "vocab_parallel_pp",
         "zero_stage", "schedule", "schedule_file", "virtual_stages", "memory_limit", "in_flight",
         "breadth", "layer_split", "unroll_layers",
     ),
@@ -33,11 +34,11 @@ SEARCHED = {
 class SearchSpace:
     """Configurations with the tokens of a step of one, on all of `devices` devices.
 
-    They differ in pp, dp, tp, cp, ep, sequence and vocabulary parallelism, microbatch size, remat,
-    schedule, stages per rank, offloading and ZeRO stage. tp divides the devices of a host, and
-    cp leaves a device 2,048 tokens of a sequence, if the configuration has no more of them. Of the
-    schedules that are searched themselves there is only the configuration's. All other settings
-    are the configuration's.
+    They differ in pp, dp, tp, cp, ep (also over tp), sequence and vocabulary parallelism,
+    microbatch size, remat, schedule, stages per rank, offloading and ZeRO stage. tp divides the
+    devices of a host, and cp leaves a device 2,048 tokens of a sequence, if the configuration has
+    no more of them. Of the schedules that are searched themselves there is only the
+    configuration's. All other settings are the configuration's.
 
     Args:
       config: gives the tokens of a step, the model, and all that is not searched.
@@ -79,8 +80,8 @@ class SearchSpace:
                 if remainder or not legal or not (free or dp == own.dp):
                     continue
                 for cp in self._choose("parallel.cp", self._sequence_shards(dp)):
-                    for ep in self._choose("parallel.ep", self._expert_shards(dp)):
-                        yield from self._shared(dict(pp=pp, dp=dp, tp=tp, cp=cp, ep=ep))
+                    for experts in self._shared_experts(dp, tp):
+                        yield from self._shared(dict(pp=pp, dp=dp, tp=tp, cp=cp) | experts)
 
     def shapes(self, mesh: Config) -> Iterator[Config]:
         """Yield the configurations of a mesh by microbatch size and remat, least memory first."""
@@ -189,14 +190,21 @@ class SearchSpace:
         longest = max(self.config.train.seq_len // _SHARD, self._own.cp)
         return [cp for cp in _divisors(dp) if cp <= longest]
 
-    def _expert_shards(self, dp: int) -> list[int]:
+    def _shared_experts(self, dp: int, tp: int) -> Iterator[dict[str, int]]:
+        """Yield how devices may share the experts of a layer."""
         experts = self.config.model.routed_experts
-        return [ep for ep in _divisors(dp) if ep == 1 or (experts and experts % ep == 0)]
+        choices = (False, True) if tp > 1 and experts else (False,)
+        for over_tp in self._choose("parallel.ep_over_tp", choices):
+            shards = [size * tp if over_tp else size for size in _divisors(dp)]
+            shards = [ep for ep in shards if ep == 1 or (experts and experts % ep == 0)]
+            for ep in self._choose("parallel.ep", shards):
+                yield dict(ep=ep, ep_over_tp=over_tp)
 
     def _shared(self, sizes: dict[str, int]) -> Iterator[Config]:
         """Yield the configurations of a mesh by how streams, embedding and head are shared."""
         own, alone = self._own, sizes["pp"] == 1
         streams = dict.fromkeys((True, own.sequence_parallel)) if sizes["tp"] > 1 else [False]
+        streams = [True] if sizes["ep_over_tp"] else streams
         vocabulary_choices = [False] if alone or own.defer_embed_head else [False, True]
         if own.vocab_parallel_pp != "auto":
             vocabulary_choices = self._choose("parallel.vocab_parallel_pp", vocabulary_choices)

@@ -104,7 +104,7 @@ def _with_known_replicas(config: Config) -> Config:
     parallel = config.parallel
     if parallel.dp != -1:
         return config
-    groups = parallel.dp_replicate * math.lcm(parallel.cp, parallel.ep)
+    groups = parallel.dp_replicate * math.lcm(parallel.cp, parallel.ep_replicas)
     return replace(config, parallel=replace(parallel, dp=max(groups, 2)))
 
 
@@ -115,8 +115,9 @@ def _smaller_mesh(parallel: ParallelConfig) -> ParallelConfig:
     pp = parallel.pp if parallel.schedule_file else min(parallel.pp, 2)
     heads = min(parallel.cp_heads, 2)
     cp = 4 if 1 < parallel.cp_heads < parallel.cp else min(parallel.cp, 2)
-    rp, ep, tp = (min(size, 2) for size in (parallel.dp_replicate, parallel.ep, parallel.tp))
-    rest = parallel.dp > parallel.dp_replicate * math.lcm(parallel.cp, parallel.ep)
+    axes = parallel.dp_replicate, parallel.ep_replicas, parallel.tp
+    rp, ep, tp = (min(size, 2) for size in axes)
+    rest = parallel.dp > parallel.dp_replicate * math.lcm(parallel.cp, parallel.ep_replicas)
     dp = rp * math.lcm(cp, ep)
     if rest and pp * dp * tp < MOST_DEVICES:
         dp *= 2
@@ -124,7 +125,8 @@ def _smaller_mesh(parallel: ParallelConfig) -> ParallelConfig:
     if in_flight and pp < parallel.pp:
         in_flight = max(round(in_flight * (2 * pp - 1) / (2 * parallel.pp - 1)), pp)
     return replace(
-        parallel, pp=pp, dp=dp, tp=tp, cp=cp, cp_heads=heads, dp_replicate=rp, ep=ep,
+        parallel, pp=pp, dp=dp, tp=tp, cp=cp, cp_heads=heads, dp_replicate=rp,
+        ep=ep * tp if parallel.ep_over_tp else ep,
         in_flight=in_flight,
     )  # fmt: skip
 
@@ -195,9 +197,15 @@ def _smaller_step(train: TrainConfig, parallel: ParallelConfig) -> TrainConfig:
 def _in_float64(model: Any, parallel: ParallelConfig) -> Any:
     """The model without what only GPUs compute, and without drops that depend on the mesh."""
     changes: dict[str, Any] = {"attention": "xla"}
-    if parallel.cp > 1 and getattr(model, "capacity_factor", 0):
+    if _drops_by_shard(model, parallel):
         changes["capacity_factor"] = model.n_experts / model.experts_per_token
     return replace(model, **changes)
+
+
+def _drops_by_shard(model: Any, parallel: ParallelConfig) -> bool:
+    """Whether experts have a capacity for each shard of a sequence."""
+    shards = parallel.cp > 1 or parallel.ep_over_tp
+    return shards and getattr(model, "capacity_factor", 0) > 0
 
 
 def _with_enough_microbatches(config: Config, most: int) -> RunPlan:
@@ -248,10 +256,10 @@ def _unchecked(config: Config) -> Iterator[str]:
         yield f"parallel.grad_reduce_dtype={parallel.grad_reduce_dtype!r}: reduced in float64"
     if parallel.ep_buffer_factor:
         yield f"parallel.ep_buffer_factor={parallel.ep_buffer_factor}: drops depend on the mesh"
-    if parallel.cp > 1 and getattr(model, "capacity_factor", 0):
+    if _drops_by_shard(model, parallel):
         yield (
-            f"what model.capacity_factor={model.capacity_factor} drops: with parallel.cp it is "
-            f"counted per sequence shard, so capacity for all is given"
+            f"what model.capacity_factor={model.capacity_factor} drops: it is counted per shard of "
+            f"a sequence, so capacity for all is given"
         )
     if train.fused_steps > 1:
         yield f"train.fused_steps={train.fused_steps}: its steps are verified one by one"

@@ -72,12 +72,9 @@ class Masks(NamedTuple):
         """Apply dropout to the stream, or to this device's shard of its tokens."""
         if not self.dropout.rate:
             return x_BLD
-        _, own, width = x_BLD.shape
-        place_L = self.place_L
-        if self.devices.sequence:
-            place_L = jax.lax.dynamic_slice_in_dim(place_L, self.devices.index() * own, own)
-        key_BL2 = _fold_in(self._at(site)[:, None], place_L[None])
-        return _apply_dropout(x_BLD, key_BL2, width, self.dropout.rate)
+        place_1L = self.devices.own_tokens(self.place_L[None])
+        key_BL2 = _fold_in(self._at(site)[:, None], place_1L)
+        return _apply_dropout(x_BLD, key_BL2, x_BLD.shape[-1], self.dropout.rate)
 
     def inputs(self, x_BLX: jax.Array, site: str, rate: float, *, local: bool) -> jax.Array:
         """Apply dropout to the input of a product; `local`: X are this device's columns."""

@@ -190,11 +190,12 @@ def essentials(config: Config) -> Config:
         data=DataConfig(**packed),
         parallel=ParallelConfig(
             pp=parallel.vocab_shared_by or 1,
-            dp=lcm(parallel.cp, parallel.ep),
+            dp=lcm(parallel.cp, parallel.ep_replicas),
             cp=parallel.cp,
             cp_method=parallel.cp_method,
             cp_heads=parallel.cp_heads,
             ep=parallel.ep,
+            ep_over_tp=parallel.ep_over_tp,
             ep_buffer_factor=parallel.ep_buffer_factor,
             tp=parallel.tp,
             slices=parallel.slices,

@@ -35,7 +35,7 @@ class Axes(NamedTuple):
     Attributes:
       tp: devices that share a layer.
       cp: replicas that share a sequence.
-      ep: replicas that share the experts of a layer.
+      ep: devices that share the experts of a layer.
       shards: replicas over which ZeRO shards parameters.
       replicas: all replicas of a pipeline rank.
       pp: pipeline ranks.
@@ -125,10 +125,13 @@ class Hardware:
         def group(members: int, stride: int) -> Group:
             return Group(members, max(1, min(members, self.per_host // stride)))
 
+        sharers = group(parallel.ep_replicas, between_replicas)
+        if parallel.ep_over_tp:
+            sharers = Group(parallel.ep, min(sharers.in_host * tp, self.per_host))
         return Axes(
             tp=group(tp, 1),
             cp=group(parallel.cp, between_replicas),
-            ep=group(parallel.ep, between_replicas),
+            ep=sharers,
             shards=group(dp // parallel.dp_replicate, between_replicas),
             replicas=group(dp, between_replicas),
             pp=group(pp, between_ranks),

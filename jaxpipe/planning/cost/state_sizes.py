@@ -50,8 +50,8 @@ TrainedAndFrozen = tuple[StoredValues, StoredValues]
 def stored_values(config: Config) -> tuple[dict[str, TrainedAndFrozen], TrainedAndFrozen]:
     """What one device stores of a layer of each kind, and of embed_head."""
     parallel = config.parallel
-    shards = parallel.dp // (parallel.dp_replicate * parallel.ep)
-    sizes = parallel.pp, parallel.dp_replicate, shards, parallel.ep, parallel.tp
+    shards = parallel.dp // (parallel.dp_replicate * parallel.ep_replicas)
+    sizes = parallel.pp, parallel.dp_replicate, shards, parallel.ep_replicas, parallel.tp
     model = essentials(config)
     # Candidates of a plan have the same parameters, and most of a search.
     train = replace(model.train, microbatch_size=1, remat="none", loss_chunks=1)

@@ -47,8 +47,8 @@ def trace(
     known_layers, known_embed_head = layers, embed_head
     model, parallel, train = model_of(config), config.parallel, config.train
     functions = model.functions
-    replicas = lcm(parallel.cp, parallel.ep) // parallel.ep
-    sizes = {PP: parallel.pp, RP: 1, DP: replicas, EP: parallel.ep, TP: parallel.tp}
+    ep = parallel.ep_replicas
+    sizes = {PP: parallel.pp, RP: 1, DP: lcm(parallel.cp, ep) // ep, EP: ep, TP: parallel.tp}
     order = functions.layer_kinds(config.model.pipeline_layers)
     dtype, key = jnp.dtype(train.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
     embed_head = jax.eval_shape(model.init_embed_head, key)
@@ -210,7 +210,8 @@ def _layer_costs(
             op: sent_bytes(jaxpr, axes, devices, before, **of) for op, jaxpr in ops.items()
         }
 
-    over_ep, over_cp = sent((EP,), parallel.ep), sent(ZERO_AXES, parallel.cp)
+    experts = (EP, TP) if parallel.ep_over_tp else (EP,)
+    over_ep, over_cp = sent(experts, parallel.ep), sent(ZERO_AXES, parallel.cp)
     over_tp = sent((TP,), parallel.tp)
     peak = max(one.peak for one in working.values())  # BW does what the others do
     sends = any(of["B"] for of in (over_ep, over_cp, over_tp))
@@ -223,7 +224,7 @@ def _layer_costs(
         turned=sent(ZERO_AXES, parallel.cp, of="turned"),
         tensor=over_tp,
         calls={
-            "exchanged": sent((EP,), parallel.ep, of="calls"),
+            "exchanged": sent(experts, parallel.ep, of="calls"),
             "shared": sent(ZERO_AXES, parallel.cp, of="calls"),
             "tensor": sent((TP,), parallel.tp, of="calls"),
         },

@@ -1,4 +1,4 @@
-"""Rules between a model's experts and the replicas that share them (expert parallelism)."""
+"""Rules between a model's experts and the devices that share them (expert parallelism)."""
 
 from jaxpipe.config import Config, ConfigError
 
@@ -6,14 +6,33 @@ COUNTED = 255  # most experts of a device under ep: a bfloat16 column numbers th
 
 
 def check_experts(config: Config) -> None:
-    """Raise `ConfigError` if a device would have more experts than are counted exactly.
+    """Raise `ConfigError` if devices cannot share experts, or would have too many to count exactly.
+
+    `parallel.dp`, with `parallel.ep_over_tp` `parallel.dp` x `parallel.tp`, must be a multiple of
+    `parallel.dp_replicate` x `parallel.ep`.
+
+    `parallel.ep` must, with `parallel.ep_over_tp`, be a multiple of `parallel.tp`.
 
     `model.n_experts` / `parallel.ep` must be at most 255, if `parallel.ep` is above 1.
     """
-    ep, experts = config.parallel.ep, config.model.routed_experts
+    parallel, experts = config.parallel, config.model.routed_experts
+    ep, tp, groups = parallel.ep, parallel.tp, parallel.dp_replicate
+    if parallel.ep_over_tp and ep % tp:
+        raise ConfigError(
+            f"parallel.ep={ep} with parallel.ep_over_tp=true must be a multiple of parallel.tp="
+            f"{tp}: all devices along tp share the experts; change one of them, or set "
+            f"parallel.ep_over_tp=false."
+        )
+    if parallel.dp > 0 and parallel.dp % (groups * parallel.ep_replicas):
+        over_tp = f" x parallel.tp={tp}" if parallel.ep_over_tp else ""
+        sharers = "devices" if over_tp else "replicas"
+        raise ConfigError(
+            f"parallel.dp={parallel.dp}{over_tp} must be a multiple of parallel.dp_replicate="
+            f"{groups} x parallel.ep={ep}: ep {sharers} share the experts; change one of them."
+        )
     if ep > 1 and experts // ep > COUNTED:
         raise ConfigError(
-            f"model.n_experts={experts} on parallel.ep={ep} replicas are more than {COUNTED} on "
+            f"model.n_experts={experts} on parallel.ep={ep} devices are more than {COUNTED} on "
             f"each, which is how far bfloat16 counts them exactly; raise parallel.ep."
         )
 

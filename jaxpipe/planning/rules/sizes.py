@@ -5,6 +5,7 @@ from msgspec.structs import replace
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.rules import check_rules
 from jaxpipe.model.family import INT32_MAX
+from jaxpipe.planning.rules.experts import check_experts
 from jaxpipe.runtime.processes import started
 from jaxpipe.schedules import find_family
 
@@ -26,6 +27,7 @@ def resolve_sizes(config: Config, devices: int | None, *, are_present: bool = Fa
         dp = devices // (parallel.pp * parallel.tp)
         config = replace(config, parallel=replace(parallel, dp=dp))
         check_rules(config)  # those of dp
+        check_experts(config)
     _check_replicas(config)
     config = _with_microbatches(config)
     _check_batch(config)

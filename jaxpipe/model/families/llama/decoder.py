@@ -74,7 +74,7 @@ class LlamaDecoder(CausalDecoder):
         functions = super().functions
         if not self.config.n_experts:
             return functions
-        balance = Balance(self.config, self.sharing.devices, self.sharing.sequence)
+        balance = Balance(self.config, self.sharing)
         reads = (*functions.batch_keys, ROUTES, *(() if self.ops.documents else (REAL,)))
         functions = replace(functions, report=balance.report, batch_keys=reads)
         if balance.variables is None:

@@ -15,14 +15,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.core.contract import Aux, Context
-from jaxpipe.core.contract.devices import OneDevice
-from jaxpipe.core.contract.sequence import FullSequence
 from jaxpipe.model.layers.moe.config import MixtureConfig
 from jaxpipe.model.layers.moe.router import Routes
+from jaxpipe.model.options import UNSHARED, Sharing
 
 ROUTES = "routes"  # batch key of a recorded choice of experts
 REAL = "real"  # batch key that is 1 at tokens and 0 at padding, for rows without `segments`
-LOADS = "loads"  # checkpoint name of the all-gathered loads of a sequence, which F always stores
+LOADS = "loads"  # checkpoint name of loads that devices have added up, which F always stores
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,12 @@ class Balance:
 
     Attributes:
       config: sizes, weights of the losses, and the rate of the biases.
-      devices: the devices along tp that share a layer.
-      sequence: the replicas that share each sequence (context parallelism).
+      sharing: the devices that share each sequence, along tp and by context parallelism.
       recorded: whether `aux_outputs` also returns the choices, as the batch key that replays them.
     """
 
     config: MixtureConfig
-    devices: OneDevice
-    sequence: FullSequence
+    sharing: Sharing = UNSHARED
     recorded: bool = False
 
     @property
@@ -72,20 +69,29 @@ class Balance:
         bias_SE = context.variables["router_bias"]
         return jnp.sum(bias_SE * here_S[:, None].astype(bias_SE.dtype), axis=0)
 
-    def aux_outputs(self, routes: Routes, dropped: jax.Array, layer: jax.Array) -> Aux:
+    def aux_outputs(
+        self, routes: Routes, dropped: jax.Array, layer: jax.Array,
+        real_BL: jax.Array | None = None,
+    ) -> Aux:  # fmt: skip
         """Auxiliary output of the sparse layer with index `layer` among all layers.
 
         Sums `[S, ...]` and a recorded choice `[B, L, S, K]` are zero in the entries of other
-        layers, so that adding up the outputs of all layers collects them.
+        layers, so that adding up the outputs of all layers collects them. `real_BL` is the mask of
+        `Routes.real_BL` for the tokens of all devices along tp.
         """
         here_S = jnp.asarray(self.config.sparse_layers) == layer
 
         def of_layer(value: jax.Array) -> jax.Array:
             return value[None] * here_S.reshape(-1, *(1,) * value.ndim).astype(value.dtype)
 
-        shares_BLE, counts_BE = routes.of_real(routes.shares_BLE), self._counts(routes.taken_BLK)
-        loss = self._loss(shares_BLE, counts_BE, routes)
+        devices, shares_BLE = self.sharing.token_devices, routes.of_real(routes.shares_BLE)
+        loads = devices.total((self._counts(routes.taken_BLK), shares_BLE.sum(1)))
+        if devices.size > 1:
+            loads = jax.tree.map(lambda load: checkpoint_name(load, LOADS), loads)
+        counts_BE, shares_BE = loads
+        loss = self._loss(shares_BE, counts_BE, routes)
         entropy = jax.scipy.special.entr(shares_BLE).sum()
+        entropy, dropped = devices.total((entropy, dropped))
         sums = {
             "expert_counts": counts_BE.sum(0, dtype=jnp.int32),
             "expert_rows_dropped": dropped,
@@ -95,10 +101,13 @@ class Balance:
             sums["router_loss"] = lax.stop_gradient(loss)
         rows = {}
         if self.recorded:
-            own_BLSK = routes.choice_BLK[:, :, None] * here_S[None, None, :, None]
+            choice_BLK = devices.enter(routes.choice_BLK)
+            own_BLSK = choice_BLK[:, :, None] * here_S[None, None, :, None]
             rows[ROUTES] = own_BLSK.astype(jnp.int32)
         sums = {name: of_layer(value) for name, value in sums.items()}
-        losses = {} if loss is None else {"router": (loss, routes.count_tokens())}
+        tokens = routes.choice_BLK[..., 0].size * devices.size
+        tokens = jnp.asarray(tokens if real_BL is None else real_BL.sum(), jnp.int32)
+        losses = {} if loss is None else {"router": (loss, tokens)}
         return Aux(losses, sums, per_example=rows)
 
     def report(self, aux: Aux) -> Mapping[str, jax.Array]:
@@ -121,26 +130,26 @@ class Balance:
         chosen = choice_BLK[..., None] == experts[None, None, None]
         return chosen.sum((1, 2), dtype=jnp.int32)
 
-    def _loss(
-        self, shares_BLE: jax.Array, counts_BE: jax.Array, routes: Routes
-    ) -> jax.Array | None:
+    def _loss(self, shares_BE: jax.Array, counts_BE: jax.Array, routes: Routes) -> jax.Array | None:
         """Sum of the router losses over real tokens; None if both weights are 0.
 
-        Every device along tp has the full sum as its value, but only 1 / tp of its gradient, since
-        gradients are summed over tp. Scores of padding are zeros.
+        Every device along tp has the full sum as its value. Of its gradient each has that of its
+        own tokens or, of the same tokens, 1 / tp, since gradients are summed over tp. Scores of
+        padding are zeros.
         """
         config, loss = self.config, 0.0
         if config.router_aux_loss:
-            loss += config.router_aux_loss * self._unevenness(shares_BLE, counts_BE)
+            loss += config.router_aux_loss * self._unevenness(shares_BE, counts_BE)
         if config.router_z_loss:
             z_BL1 = jax.nn.logsumexp(routes.logits_BLE, axis=-1, keepdims=True)
-            loss += config.router_z_loss * jnp.sum(routes.of_real(z_BL1 * z_BL1))
+            square = self.sharing.token_devices.total(jnp.sum(routes.of_real(z_BL1 * z_BL1)))
+            loss += config.router_z_loss * square
         if isinstance(loss, float):
             return None
-        part = loss / self.devices.size
+        part = loss / self.sharing.width_devices.size
         return part + lax.stop_gradient(loss - part)
 
-    def _unevenness(self, shares_BLE: jax.Array, counts_BE: jax.Array) -> jax.Array:
+    def _unevenness(self, shares_BE: jax.Array, counts_BE: jax.Array) -> jax.Array:
         """Sum of the balancing loss over tokens, to which each token adds 1 where loads are even.
 
         For each sequence it is E times the sum over experts of f P: f is the expert's share of the
@@ -148,10 +157,10 @@ class Balance:
         2021, equation 4). So it does not depend on how sequences are padded, or divided into
         microbatches and replicas.
         """
-        shares_BE = shares_BLE.sum(1)
+        sequence = self.sharing.sequence
         own_B1X = jnp.concatenate([counts_BE.astype(shares_BE.dtype), shares_BE], -1)[:, None]
-        every_BX = self.sequence.gather(own_B1X).sum(1)
-        if self.sequence.size > 1:
+        every_BX = sequence.gather(own_B1X).sum(1)
+        if sequence.size > 1:
             every_BX = checkpoint_name(every_BX, LOADS)
         count_BE, share_BE = jnp.split(every_BX, 2, axis=-1)
         copies, count_BE = self.config.experts_per_token, lax.stop_gradient(count_BE)

@@ -17,7 +17,6 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpipe.core.contract.devices import OneDevice
 from jaxpipe.core.contract.experts import AllExperts
 from jaxpipe.core.contract.layer import PRODUCT
 from jaxpipe.core.contract.parameter import EP, TP, ParamSpec
@@ -33,6 +32,7 @@ from jaxpipe.model.layers.moe.dispatch import (
 from jaxpipe.model.layers.moe.products import Product
 from jaxpipe.model.layers.pairing import Names, Rounds, pairing_point
 from jaxpipe.model.layers.parts import Dot, Init
+from jaxpipe.model.options import Sharing
 
 # From vectors of each expert, `[E, X]`, those of each row's own expert, in the dtype of the rows.
 Select = Callable[[jax.Array], jax.Array]
@@ -43,25 +43,28 @@ PRODUCTS = "expert_gate", "expert_up", "expert_down"  # names under which `dot` 
 class Experts(nnx.Module):
     """Gated experts, as SwiGLU's down(silu(gate(x)) * up(x)); matrices are `[E, in, out]`.
 
-    They may have biases, `[E, out]`, of which that of the last product is added up over tp.
+    Devices along tp share the width of each expert, or have different experts
+    (`AllExperts.over_tp`). Experts may have biases, `[E, out]`; devices that share one add up that
+    of the last product.
     """
 
-    def __init__(self, config: MixtureConfig, devices: OneDevice, init: Init):
+    def __init__(self, config: MixtureConfig, sharing: Sharing, init: Init):
         e, d, f = config.n_experts, config.d_model, config.expert_width
-        variant = config.VARIANT
+        variant, are_whole = config.VARIANT, sharing.replicas.over_tp
+        size = 1 if are_whole else sharing.devices.size
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
-        outputs, inputs = (ParamSpec(sharded=((EP, 0), (TP, dim))) for dim in (2, 1))
+        outputs, inputs = (
+            ParamSpec(sharded=((EP, 0), (TP, 0 if are_whole else dim))) for dim in (2, 1)
+        )
         self.w_gate = init("experts/w_gate", (e, d, f), 0.02, outputs)
         self.w_up = init("experts/w_up", (e, d, f), 0.02, outputs)
         self.w_down = init("experts/w_down", (e, f, d), out_std, inputs)
         if variant.has_expert_biases:
-            summed = ParamSpec(
-                sharded=((EP, 0),), partial_grad_axes=(TP,) if devices.size > 1 else ()
-            )
+            summed = ParamSpec(sharded=((EP, 0),), partial_grad_axes=(TP,) if size > 1 else ())
             self.b_gate = init("experts/b_gate", (e, f), 0.0, inputs)
             self.b_up = init("experts/b_up", (e, f), 0.0, inputs)
-            self.b_down = init("experts/b_down", (e, d), 0.0, summed)
-        self.variant, self.size = variant, devices.size
+            self.b_down = init("experts/b_down", (e, d), 0.0, inputs if are_whole else summed)
+        self.variant, self.size = variant, size
 
     def __call__(self, x: jax.Array, weights: jax.Array, dot: Dot, own: Select) -> jax.Array:
         """Transform rows `[..., D]` times `weights [..., 1]`; a partial sum per device along tp."""
@@ -104,13 +107,13 @@ class Dispatch(Protocol):
 class DroplessDispatch:
     """Sort rows by expert, and multiply each group of rows with its own matrix.
 
-    With expert parallelism every row is sent to the replica that has its expert, in buffers of
+    With expert parallelism every row is sent to the device that has its expert, in buffers of
     equal size and with its weight and expert number in two more columns; the receiver sorts the
     rows. Only rows that overflow such a buffer are dropped.
 
     Attributes:
       count: routed experts of a layer.
-      replicas: the replicas that share the experts.
+      replicas: the devices that share the experts.
       product: the grouped product.
     """
 

@@ -17,31 +17,38 @@ KEEP = (CHOICE, LOADS, SLOTS)  # checkpoint names that F stores under every `tra
 
 
 class MixtureOfExperts(nnx.Module):
-    """Routed experts and `shared`, an MLP that takes every token; None: no shared experts."""
+    """Routed experts and `shared`, an MLP that takes every token; None: no shared experts.
+
+    Devices along tp share the width of the routed experts, and all route the same tokens; or they
+    have different experts (`AllExperts.over_tp`), and each routes its own tokens.
+    """
 
     def __init__(
         self, config: MixtureConfig, parts: LayerParts, init: Init, shared: nnx.Module | None
     ):
         self.router = Router(config, parts, init)
-        self.experts = Experts(config, parts.devices, init)
+        sharing, ops = parts.sharing, parts.ops
+        self.experts = Experts(config, sharing, init)
         if shared is not None:
             self.shared = shared
-        sharing, ops = parts.sharing, parts.ops
         self.dispatch = (ops.dispatch or choose_dispatch)(config, sharing.replicas)
-        self.balance = Balance(config, sharing.devices, sharing.sequence, ops.records_routes)
-        self.devices = sharing.devices
+        self.balance = Balance(config, sharing, ops.records_routes)
+        self.devices, self.token_devices = sharing.width_devices, sharing.token_devices
 
     def __call__(self, x_BLD: jax.Array, context: Context, dot: Dot) -> tuple[jax.Array, Aux]:
         """Transform each token, `[B, L, D] -> [B, L, D]`, and return the auxiliary output."""
         x_BLD = self.devices.enter(x_BLD)
         given_BLK = self._given(x_BLD, context)
         routes = self.router(x_BLD, self.balance.bias(context), given_BLK)
-        routes = routes._replace(real_BL=real_tokens(context.rows))
+        real_BL = real_tokens(context.rows)
+        if real_BL is not None:
+            routes = routes._replace(real_BL=self.token_devices.own_tokens(real_BL))
         weights_BLK = routes.weights_BLK.astype(x_BLD.dtype)
         y_BLD, dropped = self.dispatch(x_BLD, weights_BLK, routes.taken_BLK, self.experts, dot)
         if self.balance.config.shared_experts:
-            y_BLD += self.shared.of_whole(x_BLD, dot)
-        aux = self.balance.aux_outputs(routes, dropped, context.index)
+            shared = self.shared if self.token_devices.size > 1 else self.shared.of_whole
+            y_BLD += shared(x_BLD, dot)
+        aux = self.balance.aux_outputs(routes, dropped, context.index, real_BL)
         return self.devices.leave(y_BLD), aux
 
     def _given(self, x_BLD: jax.Array, context: Context) -> jax.Array | None:
@@ -50,4 +57,4 @@ class MixtureOfExperts(nnx.Module):
         if routes is None:
             return None
         place = jnp.argmax(jnp.asarray(self.balance.config.sparse_layers) == context.index)
-        return jnp.take(routes, place, axis=2)
+        return self.token_devices.own_tokens(jnp.take(routes, place, axis=2))

@@ -41,12 +41,6 @@ class Routes(NamedTuple):
         """The choice of real tokens, and E, which is no expert, at padding."""
         return self.of_real(self.choice_BLK, self.shares_BLE.shape[-1])
 
-    def count_tokens(self) -> jax.Array:
-        """The number of tokens that are routed, which excludes padding: an int32 scalar."""
-        examples, length, _ = self.choice_BLK.shape
-        tokens = examples * length if self.real_BL is None else self.real_BL.sum()
-        return jnp.asarray(tokens, jnp.int32)
-
     def of_real(self, values_BLX: jax.Array, otherwise: int = 0) -> jax.Array:
         """Values at real tokens, and `otherwise` at padding."""
         if self.real_BL is None:
