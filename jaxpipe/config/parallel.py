@@ -1,6 +1,5 @@
 """The section `[parallel]`: how devices share the model and the batch."""
 
-import math
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -79,7 +78,8 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     ] = False
     # run every layer on two halves of a microbatch's rows, which alternate in F and B: one computes
     # while the other waits for its collectives over tp, ep or cp (Wang et al. 2024, "Domino").
-    # Products other than those of weight gradients have half the rows
+    # Products other than those of weight gradients have half the rows. With an odd number of rows
+    # the halves are those of the sequences, as two parallel.slices in one action
     overlap_halves: bool = False
     # shard embedding and head over pipeline ranks; auto: on GPU, if the simulated scan is at most
     # 1 % longer
@@ -179,12 +179,6 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     def rings(self) -> bool:
         """Whether keys and values travel around a ring."""
         return self.ring > 1
-
-    @property
-    def sequence_shards(self) -> int:
-        """Equal shards of a sequence, over slices and devices; two chunks per ring position."""
-        over_devices = math.lcm(self.cp, 2 * self.ring if self.rings else 1)
-        return self.slices * over_devices * (self.tp if self.sequence_parallel else 1)
 
     @property
     def rows_per_sequence(self) -> int:

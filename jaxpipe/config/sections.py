@@ -287,6 +287,25 @@ class Config(Section, Generic[Model], frozen=True, kw_only=True):
         return self.train.grad_accum_steps * self.parallel.slices
 
     @property
+    def halves(self) -> Literal["rows", "sequence"] | None:
+        """Of what layers run on halves: a microbatch's rows, or the sequences of an odd number."""
+        if not self.parallel.overlap_halves:
+            return None
+        return "sequence" if self.train.microbatch_size % 2 else "rows"
+
+    @property
+    def layer_slices(self) -> int:
+        """Sequence slices that a layer gets one after the other; halves of sequences are two."""
+        return self.parallel.slices * (2 if self.halves == "sequence" else 1)
+
+    @property
+    def sequence_shards(self) -> int:
+        """Equal shards of a sequence, over slices and devices; two chunks per ring position."""
+        parallel = self.parallel
+        over_devices = math.lcm(parallel.cp, 2 * parallel.ring if parallel.rings else 1)
+        return self.layer_slices * over_devices * (parallel.tp if parallel.sequence_parallel else 1)
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens per step over all devices."""
         return math.prod(self.batch_shape.values()) * self.train.seq_len
@@ -328,5 +347,5 @@ class Config(Section, Generic[Model], frozen=True, kw_only=True):
             return train.seq_len
         return padded_length(
             longest, bucket=train.length_bucket, multiple=train.pad_to_multiple_of,
-            shards=self.parallel.sequence_shards, most=train.seq_len,
+            shards=self.sequence_shards, most=train.seq_len,
         )  # fmt: skip

@@ -25,7 +25,9 @@ def uses_pipeline(config: Config) -> bool:
 
 def evaluation_config(config: Config, longest: int) -> Config:
     """A run's configuration for sequences of up to `longest` tokens, without its loss and drops."""
-    multiple = config.parallel.sequence_shards * config.train.loss_chunks
+    parallel = structs.replace(config.parallel, overlap_halves=False)
+    config = structs.replace(config, parallel=parallel)
+    multiple = config.sequence_shards * config.train.loss_chunks
     train = structs.replace(
         config.train,
         loss="cross_entropy",
@@ -78,7 +80,7 @@ def inference_config(
     microbatches = 2 * parallel.pp if parallel.pp > 1 else 1
     replicas = max(parallel.dp // parallel.cp, 1)
     examples = min(_EXAMPLES, -(-rows // (microbatches * replicas)))
-    multiple = parallel.sequence_shards * chunks
+    multiple = first.sequence_shards * chunks
     tree["train"] |= {
         "grad_accum_steps": 0 if first.train.batch_tokens else microbatches,
         "microbatch_size": examples * parallel.cp,

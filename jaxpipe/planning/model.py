@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.config import Config, ConfigError, ParallelConfig
+from jaxpipe.config import Config, ConfigError
 from jaxpipe.core.contract.devices import ONE_DEVICE
 from jaxpipe.core.contract.experts import ALL_EXPERTS
 from jaxpipe.core.contract.sequence import FULL_SEQUENCE
@@ -29,7 +29,7 @@ def model_of(config: Config, grouped: GroupedProduct | None = None) -> Model:
     Layers are shared over tp, embedding and head also over pp if vocabulary-parallel, sequences
     over cp, and experts over ep, or ep and tp.
     """
-    parallel, train = config.parallel, config.train
+    train = config.train
     grouped = grouped or grouped_of(config, None)
     precision = PLAIN
     if train.fp8 != "none":
@@ -42,12 +42,13 @@ def model_of(config: Config, grouped: GroupedProduct | None = None) -> Model:
     )
     loss = Loss(train.loss_chunks, train.z_loss, objective_of(config))
     family = FAMILIES[config.model.family]
-    model = family.build(config.model, sharing=_sharing_of(parallel), ops=ops, loss=loss)
+    model = family.build(config.model, sharing=_sharing_of(config), ops=ops, loss=loss)
     return _with_adapters(model, config) if config.lora.rank else model
 
 
-def _sharing_of(parallel: ParallelConfig) -> Sharing:
+def _sharing_of(config: Config) -> Sharing:
     """How the devices of a mesh share a model."""
+    parallel = config.parallel
     devices, sequence, replicas = ONE_DEVICE, FULL_SEQUENCE, ALL_EXPERTS
     if parallel.tp > 1:
         devices = TensorParallel(parallel.tp, parallel.sequence_parallel)
@@ -57,7 +58,7 @@ def _sharing_of(parallel: ParallelConfig) -> Sharing:
         sequence = ContextParallel(parallel.cp, parallel.exchanging)
     if parallel.ep > 1:
         replicas = ExpertParallel(parallel.ep, parallel.ep_buffer_factor, parallel.ep_over_tp)
-    return Sharing(devices, embed_head_devices, sequence, parallel.slices, replicas)
+    return Sharing(devices, embed_head_devices, sequence, config.layer_slices, replicas)
 
 
 def _with_adapters(model: Model, config: Config) -> Model:

@@ -108,7 +108,7 @@ def _as_array(name: str, leaf: Any, config: Config) -> np.ndarray:
 def _check_shape(inputs: np.ndarray, config: Config, own: int) -> None:
     """Check M, B and L against the configuration."""
     train, (microbatches, sequences) = config.train, config.batch_shape.values()
-    longest, unit = train.seq_len, config.parallel.sequence_shards * train.loss_chunks
+    longest, unit = train.seq_len, config.sequence_shards * train.loss_chunks
     steps = {microbatches, microbatches * train.fused_steps}
     if inputs.ndim == 3 and inputs.shape[0] in steps and inputs.shape[1] in (sequences, own):
         length = inputs.shape[2]

@@ -23,7 +23,7 @@ def execution_of(plan: RunPlan) -> Execution:
         offload_layers=train.offload_layers,
         unroll_layers=plan.unroll_layers,
         layers_per_iteration=parallel.unroll_layers or 1,
-        overlap_halves=parallel.overlap_halves,
+        overlap_halves=plan.config.halves,
         poison_bubbles=debug.poison_messages,
         printer=printer,
         # Collectives on CPU block; with `reshards` gradients are reduce-scattered in every

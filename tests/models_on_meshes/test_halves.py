@@ -1,4 +1,4 @@
-"""Layers that run on two halves of the rows, against one device: losses and gradients."""
+"""Layers that run on halves of rows or sequences, against one device: losses and gradients."""
 
 from itertools import product
 
@@ -9,12 +9,13 @@ import pytest
 from compare import assert_same
 from meshes import run
 
+OF_SEQUENCE = {"halves": "sequence"}
 SCHEDULES, REMAT = ("1f1b", "zb_h1", "zbv", "dualpipev"), ("none", "selective", "full")
 
 
-def check(*args, **how):
+def check(*args, halves="rows", **how):
     with jax.enable_x64(True):
-        how |= {"poison_bubbles": True, "overlap_halves": True}
+        how |= {"poison_bubbles": True, "overlap_halves": halves}
         assert_same(*run(*args, dtype=jnp.float64, **how))
 
 
@@ -28,23 +29,52 @@ def test_halves_with_shared_layers(schedule, remat, model):
 
 
 @pytest.mark.extended
-@pytest.mark.slow(unless=["1f1b-full"])
-@pytest.mark.parametrize(("schedule", "remat"), [*product(SCHEDULES, REMAT)])
-def test_halves_with_shared_experts(schedule, remat):
-    how = {"remat": remat, "overlap_halves": True, "poison_bubbles": True}
+@pytest.mark.slow(unless=["1f1b-full-*"])
+@pytest.mark.parametrize(
+    ("schedule", "remat", "halves"), [*product(SCHEDULES, REMAT, ("rows", "sequence"))]
+)
+def test_halves_with_shared_experts(schedule, remat, halves):
+    how = {"remat": remat, "overlap_halves": halves, "poison_bubbles": True}
     assert_same(*mixtures.run("deepseek", schedule, 2, 2, 1, 2, **how))
 
 
 @pytest.mark.extended
-@pytest.mark.slow(unless=["slices"])
+@pytest.mark.slow(unless=["slices", "of a sequence without its shards"])
 @pytest.mark.parametrize(
     ("model", "schedule", "mesh", "how"),
     [
         ("packed", "1f1b", (2, 2, 2), {"cp": 2, "slices": 2, "remat": "full"}),
         ("one_kv", "zb_h1", (2, 2, 2), {"zero_stage": 3, "reshard_after_forward": True}),
         ("packed_mixture_ahead", "1f1b", (2, 2, 1), {"ep": 2, "remat": "selective"}),
+        ("tied", "zb_h1", (2, 1, 2), OF_SEQUENCE | {"remat": "selective"}),
+        (
+            "one_kv",
+            "zb_h1",
+            (2, 2, 2),
+            OF_SEQUENCE | {"zero_stage": 3, "reshard_after_forward": True, "sequence": True},
+        ),
+        ("packed_latent", "1f1b", (2, 1, 2), OF_SEQUENCE | {"remat": "full", "sequence": True}),
+        ("windowed", "1f1b", (2, 1, 2), OF_SEQUENCE | {"remat": "ahead", "sequence": True}),
     ],
-    ids=["slices", "gathered in every action", "reading embedding and head"],
+    ids=[
+        "slices",
+        "gathered in every action",
+        "reading embedding and head",
+        "of a sequence without its shards",
+        "of a sequence, gathered in every action",
+        "of latents of a sequence",
+        "of a sequence, recomputed ahead",
+    ],
 )
 def test_halves_with_other_mechanisms(model, schedule, mesh, how):
     check(model, schedule, *mesh, **how)
+
+
+@pytest.mark.extended(unless=["1f1b-full-packed"])
+@pytest.mark.slow(unless=["1f1b-full-packed", "zb_h1-selective-grouped", "zbv-none-packed"])
+@pytest.mark.parametrize(
+    ("schedule", "remat", "model"), [*product(SCHEDULES, REMAT, ("grouped", "packed"))]
+)
+def test_halves_of_one_sequence_with_shared_layers(schedule, remat, model):
+    how = {"halves": "sequence", "examples": 1, "remat": remat}
+    check(model, schedule, 2, 1, 2, sequence=True, **how)

@@ -98,8 +98,16 @@ def test_load_rejects(overrides, message):
             "train.seq_len=30 must be a multiple of parallel.tp=4",
         ),
         (
-            ["parallel.tp=2", "parallel.overlap_halves=true"],
-            "overlap_halves=true with train.microbatch_size=1: .* an even number, such as 2",
+            ["parallel.slices=2", "parallel.overlap_halves=true", "parallel.tp=2"],
+            "microbatch_size=1 halves sequences, which parallel.slices=2 excludes: .* such as 2",
+        ),
+        (
+            ["parallel.cp=2", "parallel.dp=2", "parallel.pp=1", "parallel.overlap_halves=true"],
+            "microbatch_size=1 halves sequences, which parallel.cp=2 excludes: .* such as 2",
+        ),
+        (
+            ["parallel.tp=2", "parallel.overlap_halves=true", "train.seq_len=31"],
+            "seq_len=31 must be a multiple of halves of parallel.overlap_halves=2",
         ),
         (
             ["parallel.overlap_halves=true", "train.microbatch_size=2"],

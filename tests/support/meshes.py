@@ -233,11 +233,11 @@ def pipeline_of(
     of_ends = VocabularyParallel.of(devices, pp) if lockstep.vocab_parallel else None
     shards = ContextParallel(cp, heads) if cp > 1 else FULL_SEQUENCE
     sharers = ep * tp if over_tp else ep
-    config = MODELS[model]
+    config, parts = MODELS[model], 2 if execution.get("overlap_halves") == "sequence" else 1
     decoder = FAMILIES[config.family].build(
         config,
         sharing=Sharing(
-            devices, of_ends, shards, slices,
+            devices, of_ends, shards, slices * parts,
             ExpertParallel(sharers, over_tp=over_tp) if sharers > 1 else ALL_EXPERTS,
         ),
         ops=packing_of(model),

@@ -187,12 +187,13 @@ def pipeline_of(
     counts = (config.pipeline_layers // schedule.stages,) * schedule.stages
     mesh = make_mesh(pp, dp, tp, jax.devices()[: pp * dp * tp], factors=ReplicaFactors(ep=ep))
     sharers = ep * tp if over_tp else ep
+    parts = 2 if execution.get("overlap_halves") == "sequence" else 1
     decoder = FAMILIES[config.family].build(
         config,
         sharing=Sharing(
             devices=TensorParallel(tp, sequence or over_tp) if tp > 1 else ONE_DEVICE,
             sequence=ContextParallel(cp, heads) if cp > 1 else FULL_SEQUENCE,
-            slices=slices,
+            slices=slices * parts,
             replicas=ExpertParallel(sharers, room, over_tp) if sharers > 1 else ALL_EXPERTS,
         ),
         ops=Ops(dispatch=partial(choose_dispatch, product=product), documents=documents),
@@ -219,7 +220,12 @@ def run(model, *mesh, crowded=False, routed=False, padding="", slices=1, cp=1, h
     dp = math.prod(pipeline.mesh.shape[axis] for axis in REPLICA_AXES)
     batch = shard_batch(batch, slices=slices, cp=cp, dp=dp, heads=heads)
     got = jax.jit(pipeline.step)(params, batch, variables)
-    want = unpadded(model) if padding else wanted(model, crowded, routed, slices)
+    parts = 2 if how.get("overlap_halves") == "sequence" else 1
+    want = unpadded(model) if padding else wanted(model, crowded, routed, slices * parts)
+    if parts > 1:  # what the reference has of slices is of both halves
+        of_slices = {name: getattr(want, name) for name in ("losses", "counts", "aux_losses")}
+        of_both = jax.tree.map(lambda a: a.reshape(-1, parts).sum(1), of_slices)
+        want = want._replace(**of_both)
     if padding:
         of_microbatches = got.losses, got.counts, got.aux_losses
         losses, counts, aux = jax.tree.map(lambda a: a.sum(keepdims=True), of_microbatches)

@@ -17,6 +17,7 @@ from jaxpipe.core.executor.ring_buffers import GradientInputs, RingArrays
 from jaxpipe.core.executor.step_data import Mean
 from jaxpipe.core.executor.traced_kind import add_aux, elementwise_max, embed_head_of
 from jaxpipe.core.schedule import Op, TableRow
+from jaxpipe.core.split.halves import tie
 from jaxpipe.core.split.ports import Cotangent
 
 ReadInputs = Callable[[LayerRun, RingArrays], GradientInputs]
@@ -280,13 +281,13 @@ def _run_forward(
     collected = run.empty_params() if collects else None
     passed, gathered = run.over_layers(
         forward, (x, rings[run.ring], aux, loss, collected), gathered, after,
-        prefetch=True, in_time=True, in_phases=run.kind.halves,
+        prefetch=True, in_time=True, halves=run.kind.halves,
     )  # fmt: skip
     x, rings[run.ring], aux, loss, collected = passed
     if earlier is not None:
         # The residuals of the earlier run are written while this one runs, and no later: otherwise
         # XLA on GPU writes them when the action ends, and holds those of all its layers till then.
-        x, rings[earlier.ring] = lax.optimization_barrier((x, rings[earlier.ring]))
+        x, rings[earlier.ring] = tie(x, rings[earlier.ring], run.kind.halves)
     params = (*before.params, collected) if collects else ()
     return ForwardOutputs(x, tuple(rings), aux, loss, gathered, params)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxpipe.core.executor.messages import MessagePrinter
 from jaxpipe.core.schedule import Lockstep
+from jaxpipe.core.split.halves import Halves
 from jaxpipe.core.split.split import POLICIES, Policy
 
 
@@ -39,9 +40,10 @@ class Execution:
         (DualPipe) layer by layer.
       layers_per_iteration: layers in one iteration of such a loop; more hide more collectives
         behind each other's compute, and take as much longer to compile.
-      overlap_halves: layers run on two halves of a microbatch's rows, which in F alternate: one
-        computes while the other communicates (`core/split/phases.py`). Needs an even number of
-        rows.
+      overlap_halves: layers run on two halves of a microbatch's rows, or of its sequences, which
+        alternate: one computes while the other communicates (`core/split/phases.py`). Halves of
+        sequences need a model for two sequence slices, and a schedule without slices. None: layers
+        run on a microbatch at once.
       overlap_sums: run the last tick with a gradient after the scan, so that the all-reduce of a
         layer's gradient overlaps with the backward of the layers before it, and the first tick
         before the scan, so that the all-gather of a layer's parameters overlaps with F of the
@@ -67,7 +69,7 @@ class Execution:
     offload_layers: int = 0
     unroll_layers: int | None = None
     layers_per_iteration: int = 1
-    overlap_halves: bool = False
+    overlap_halves: Halves | None = None
     overlap_sums: bool = False
     poison_bubbles: bool = False
     printer: MessagePrinter | None = None

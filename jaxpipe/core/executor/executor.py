@@ -16,6 +16,7 @@ from jaxpipe.core.executor.reference import StepOutput
 from jaxpipe.core.mesh import PP, Sharding, StageLayout, batch_spec
 from jaxpipe.core.mesh.flags import is_trained, select
 from jaxpipe.core.schedule import Schedule, Tables, forward_only, lower
+from jaxpipe.core.split.halves import in_halves
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,12 @@ class Pipeline:
             self.mesh, functions.embed_head_specs, of_run, self.execution.zero_stage,
             layers=tuple(map(len, self.layout(0).runs)) if loops else (),
         )  # fmt: skip
+
+    @cached_property
+    def traced_functions(self) -> StageFunctions:
+        """The model as devices run it, which may be in halves."""
+        halves = self.execution.overlap_halves
+        return in_halves(self.functions, halves) if halves else self.functions
 
     def layout(self, slots: int) -> StageLayout:
         """Return the layout of layers over stages.
@@ -185,7 +192,7 @@ class Pipeline:
         """Return what a device runs; `program` takes the fields of `DeviceProgram` in order."""
         shardings = self.sharding.param_shardings(params)
         layout = self.layout(len(params["layers"]))
-        return program(self.functions, tables, self.execution, layout, shardings)
+        return program(self.traced_functions, tables, self.execution, layout, shardings)
 
 
 def loss_and_gradients(

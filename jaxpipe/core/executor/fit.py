@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 def check_fit(pipeline: "Pipeline", params: Tree, batch: Tree) -> None:
     """Raise `ValueError` where stage-stacked params or a batch `[M, B, ...]` cannot be run."""
-    schedule, functions, mesh = pipeline.schedule, pipeline.functions, pipeline.mesh
-    if (schedule.slices > 1) != functions.has_slices:
+    schedule, mesh = pipeline.schedule, pipeline.mesh
+    if (schedule.slices > 1) != pipeline.traced_functions.has_slices:
         raise ValueError(
             f"{schedule.name} has slices={schedule.slices}: the functions need a state if, and "
             f"only if, there is more than one."

@@ -14,6 +14,7 @@ from jaxpipe.core.executor import buffers
 from jaxpipe.core.executor.buffers import Index
 from jaxpipe.core.executor.traced_kind import BufferedKind
 from jaxpipe.core.mesh import DP, ParamSharding
+from jaxpipe.core.split.halves import Halves, tie
 from jaxpipe.core.split.phases import run_in_phases
 from jaxpipe.core.split.ports import Weights
 
@@ -148,7 +149,7 @@ class LayerRun:
         return lax.cond(self.active, lambda: layer(*passed), lambda: passed)
 
     def run_and_prefetch(
-        self, after: "LayerRun | None", layer: Layer, passed: Passed
+        self, after: "LayerRun | None", layer: Layer, passed: Passed, halves: Halves | None = None
     ) -> tuple[Passed, Tree]:
         """Return `run_if_active` and the gathered parameters of the layer that runs `after`.
 
@@ -157,7 +158,7 @@ class LayerRun:
         """
         if after is None or after.shardings is None:
             return self.run_if_active(layer, passed), None
-        x, shards = lax.optimization_barrier((passed[0], after.params))
+        x, shards = tie(passed[0], after.params, halves)
         gathered = replace(after, params=shards).gather_params()
         return self.run_if_active(layer, (x, *passed[1:])), gathered
 
@@ -165,7 +166,7 @@ class LayerRun:
         self, layer: OfLayer, passed: Passed, gathered: Tree = None,
         after: "LayerRun | None" = None,
         *, backward: bool = False, prefetch: bool = False, in_time: bool = False,
-        in_phases: bool = False,
+        halves: Halves | None = None,
     ) -> tuple[Passed, Tree]:  # fmt: skip
         """Run `layer(one, params, *passed)`, which returns `passed` updated, on every layer.
 
@@ -181,7 +182,8 @@ class LayerRun:
           backward: run the last layer first.
           prefetch: gather parameters one layer ahead.
           in_time: a layer's gather must end when the layer before it does.
-          in_phases: run the layers of an iteration of a loop by `run_in_phases`.
+          halves: of what the layers run on halves, in phases; those of an iteration of a loop are
+            run by `run_in_phases`. None: there are no phases.
 
         Returns:
           `passed` after the last layer, and the gathered parameters of `after` or None.
@@ -195,9 +197,9 @@ class LayerRun:
                 params = one.gather_params() if gathered is None else gathered
                 return layer(one, params, *passed)
 
-            passed, of_next = one.run_and_prefetch(after, on_params, passed)
+            passed, of_next = one.run_and_prefetch(after, on_params, passed, halves)
             if in_time and of_next is not None:
-                x, of_next = lax.optimization_barrier((passed[0], of_next))
+                x, of_next = tie(passed[0], of_next, halves)
                 passed = x, *passed[1:]
             return passed, of_next
 
@@ -210,22 +212,22 @@ class LayerRun:
         if not last:
             return run_one(0, passed, gathered, after if ahead else None)
         if not ahead:
-            return self._repeat(self.layers, run_alone, passed, in_phases), None
+            return self._repeat(self.layers, run_alone, passed, halves), None
         if gathered is None:
             gathered = self.end(backward=backward).gather_params()
         state = passed, gathered
-        passed, gathered = self._repeat(last, run_and_gather_next, state, in_phases)
+        passed, gathered = self._repeat(last, run_and_gather_next, state, halves)
         return run_one(last, passed, gathered, after)
 
     def _repeat(
-        self, layers: int, layer: Callable[[Any, Any], Any], state: Any, in_phases: bool
+        self, layers: int, layer: Callable[[Any, Any], Any], state: Any, halves: Halves | None
     ) -> Any:
         """Return `state` after a loop of `layer(step, state)`, with `unroll` layers per iteration.
 
-        With `in_phases` an iteration is one function for `run_in_phases`: what XLA unrolls would
+        With `halves` an iteration is one function for `run_in_phases`: what XLA unrolls would
         wait for the last collective of every layer.
         """
-        if not in_phases:
+        if halves is None:
             return lax.fori_loop(0, layers, layer, state, unroll=self.unroll)
 
         def run(layers: int, iteration: Index, state: Any) -> Any:

@@ -14,7 +14,7 @@ from jaxpipe.core.mesh.flags import is_trained
 from jaxpipe.core.mesh.sharding import param_specs_of
 from jaxpipe.core.schedule import Tables
 from jaxpipe.core.split.crossing import Policy, Residuals
-from jaxpipe.core.split.halves import in_halves
+from jaxpipe.core.split.halves import Halves
 from jaxpipe.core.split.jaxpr import evaluate
 from jaxpipe.core.split.ports import Weights
 from jaxpipe.core.split.split import LayerSplit, check_array, split_layer
@@ -32,7 +32,7 @@ class TracedKind:
       output: shapes and dtypes of what the layer returns.
       state: shapes and dtypes of the state between sequence slices; None: no slices.
       split_if_trained: the layer split into F, B and W; None: forward-only.
-      halves: the layer runs on two halves of the rows (`in_halves`).
+      halves: of what the layer runs on halves (`layer_in_halves`); None: of nothing.
     """
 
     name: str
@@ -40,25 +40,25 @@ class TracedKind:
     output: LayerOutput
     state: Tree
     split_if_trained: LayerSplit | None
-    halves: bool
+    halves: Halves | None
 
     @classmethod
     def trace(
         cls, name: str, kind: LayerKind, params: Tree, x: Any, context: Context,
         policy: Policy | None, trained: Tree = None, recomputed: Policy | None = None,
-        *, halves: bool = False,
+        *, halves: Halves | None = None,
     ) -> "TracedKind":  # fmt: skip
         """Trace a layer kind; `policy` None means a forward-only pass.
 
         `trained` has a flag for every parameter in `context.embed_head`; `recomputed` is the
-        policy of R, if the schedule has R. With `halves` the layer runs on two halves of the rows
-        (`in_halves`).
+        policy of R, if the schedule has R. `halves` says of what the layer runs on halves, if it
+        does (`layer_in_halves`).
 
         Raises `ValueError` where x or y is not one array, or y differs from x, or the returned
         state from the one it takes, in shape or dtype.
         """
         check_array(f"x of the layers of kind {name!r}", x)
-        kind, state = in_halves(kind) if halves else kind, None
+        state = None
         if kind.state is not None:
             state = jax.eval_shape(kind.state, x, context.rows)
         context = context._replace(state=state, embed_head=embed_head_of(kind, context.embed_head))

@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, primitives
 
 from jaxpipe.core.contract import Tree
-from jaxpipe.core.split.halves import half_named
+from jaxpipe.core.split.halves import find_ties, half_named
 from jaxpipe.core.split.jaxpr import bind, read, shape_of, trace_flat, variables_in
 
 _COLLECTIVES = {"all_gather", "all_to_all", "ppermute", "psum", "reduce_scatter"}
@@ -26,10 +26,14 @@ _LEAST = 1 / 32
 
 
 class _Phase(NamedTuple):
-    """Equations of a phase, and those of their results for which the next phases wait."""
+    """Equations of a phase, and the values for which the next phases wait.
+
+    Beside each value stands the variable that has it in the next phases: the same one, or a result
+    of `tie`.
+    """
 
     eqns: list[JaxprEqn]
-    tied: list[Var]
+    tied: list[tuple[Any, Var]]
 
 
 def run_in_phases(function: Callable[[], Tree]) -> Tree:
@@ -56,8 +60,9 @@ def _run(closed: ClosedJaxpr) -> list[Any]:
         for eqn in phase.eqns:
             bind(eqn, values)
         if phase.tied:
-            tied = lax.optimization_barrier([values[var] for var in phase.tied])
-            values.update(zip(phase.tied, tied))
+            before, after = zip(*phase.tied)
+            tied = lax.optimization_barrier([read(values, var) for var in before])
+            values.update(zip(after, tied))
     return [read(values, var) for var in jaxpr.outvars]
 
 
@@ -73,6 +78,7 @@ def _without_joins(jaxpr: Jaxpr) -> Jaxpr:
     """
     joined: dict[Var, JaxprEqn] = {}
     same: dict[Any, Any] = {}
+    is_tie = find_ties(jaxpr)
     eqns = []
     for eqn in jaxpr.eqns:
         eqn = eqn.replace(invars=[same.get(v, v) if isinstance(v, Var) else v for v in eqn.invars])
@@ -80,6 +86,8 @@ def _without_joins(jaxpr: Jaxpr) -> Jaxpr:
         if join is not None and _undoes(eqn, join):
             same.update(zip(eqn.outvars, join.invars))
             continue
+        if is_tie(eqn):  # of x, the end of a phase is a barrier already
+            same[eqn.outvars[0]] = eqn.invars[0]
         if eqn.primitive is primitives.concatenate_p:
             joined[eqn.outvars[0]] = eqn
         eqns.append(eqn)
@@ -102,6 +110,8 @@ def _phases_of(jaxpr: Jaxpr) -> list[_Phase]:
     computes, sends = _largest(jaxpr, _flops), _largest(jaxpr, _sent)
     halves: dict[Var, set[int]] = {}
     made_in: dict[Var, int] = {}
+    tied: dict[int, list[tuple[Any, Var]]] = {}
+    is_tie = find_ties(jaxpr)
     numbers = []
     for eqn in jaxpr.eqns:
         named, operands = half_named(eqn), variables_in(eqn)
@@ -113,15 +123,19 @@ def _phases_of(jaxpr: Jaxpr) -> list[_Phase]:
             is_odd = (id(eqn) in computes) != (of == {1})
             number += number % 2 != is_odd
         numbers.append(number)
-        for var in eqn.outvars if of else ():
-            halves[var], made_in[var] = of, number
-    phases = {number: _Phase([], []) for number in sorted({*numbers})}
+        if is_tie(eqn):
+            tied.setdefault(number, []).extend(zip(eqn.invars[1:], eqn.outvars[1:]))
+            made_in.update(dict.fromkeys(eqn.outvars, number + 1))
+            continue
+        made_in.update(dict.fromkeys(eqn.outvars if number >= 0 else (), number))
+        halves.update(dict.fromkeys(eqn.outvars if of else (), of))
+    phases = {number: _Phase([], tied.get(number, [])) for number in sorted({*numbers})}
     for eqn, number in zip(jaxpr.eqns, numbers):
-        phases[number].eqns.append(eqn)
+        phases[number].eqns.extend(() if is_tie(eqn) else (eqn,))
     read_in = _last_reads(jaxpr, numbers, computes | sends)
-    for var, number in made_in.items():
-        if read_in.get(var, -1) > number:
-            phases[number].tied.append(var)
+    for var in halves:
+        if read_in.get(var, -1) > made_in[var]:
+            phases[made_in[var]].tied.append((var, var))
     return list(phases.values())
 
 

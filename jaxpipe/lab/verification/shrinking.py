@@ -75,7 +75,7 @@ def _smaller_plan(plan: RunPlan, loops: SmallerLoops, per_stage: int) -> RunPlan
     least = least_layers(before.model, before.parallel, parallel, loops)
     parallel, layers = _smaller_split(parallel, plan.layers, stages, per_stage, least)
     parallel = replace(parallel, unroll_layers=loops.unroll_layers(layers))
-    train = _smaller_step(before.train, parallel)
+    train = _smaller_step(replace(before, parallel=parallel))
     model = smaller_model(
         before.model, before.parallel, parallel, loops, layers=layers, length=train.seq_len
     )
@@ -174,14 +174,15 @@ def _smaller_split(
     return replace(parallel, **sizes), layers
 
 
-def _smaller_step(train: TrainConfig, parallel: ParallelConfig) -> TrainConfig:
+def _smaller_step(config: Config) -> TrainConfig:
     """The settings of a step with short sequences, in float64."""
+    train = config.train
     chunks = min(train.loss_chunks, 2)
-    unit = parallel.sequence_shards * chunks
+    unit = config.sequence_shards * chunks
     return replace(
         train,
         seq_len=unit * max(2, -(-_LENGTH // unit)),
-        microbatch_size=min(train.microbatch_size, 2),
+        microbatch_size=min(train.microbatch_size, 2 - train.microbatch_size % 2),
         loss_chunks=chunks,
         length_bucket=unit if train.length_bucket else 0,
         pad_to_multiple_of=chunks,

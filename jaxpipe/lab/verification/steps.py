@@ -128,7 +128,7 @@ class Float64Trainer(Trainer):
 
 def gpipe_on(config: Config, **mesh: int) -> ParallelConfig:
     """GPipe on a mesh; in slices only where experts count their loads, which are of a slice."""
-    slices = config.parallel.slices if config.model.routed_experts else 1
+    slices = config.layer_slices if config.model.routed_experts else 1
     return ParallelConfig(
         **mesh, schedule="gpipe", slices=slices, vocab_parallel_pp=False, allow_underfilled=True
     )

@@ -115,7 +115,7 @@ def _unmet_masks(case: AttentionCase) -> str | None:
         return (
             f"parallel.slices with model.sliding_window={case.window} masks keys, and cuDNN's "
             f"kernel has no log-sum-exp for the attention sinks of this model.family there: set "
-            f"model.attention=xla, or parallel.slices=1."
+            f"model.attention=xla, or parallel.slices=1 and parallel.overlap_halves=false."
         )
     return None
 

@@ -123,7 +123,7 @@ class LoraDecoder:
             passes_latents = not sequence.exchanges_heads and max(sequence.size, slices) > 1
             placeless = "of experts" if "experts" in path else ""
             if name == _OF_LATENTS and passes_latents:
-                placeless = f"with parallel.cp={sequence.size} and parallel.slices={slices}"
+                placeless = f"with parallel.cp={sequence.size} and {slices} slices of a sequence"
             if placeless and self.adapters.dropout:
                 raise ValueError(
                     f"lora.dropout={self.adapters.dropout} with an adapter of {name}: the inputs "

@@ -34,7 +34,15 @@ __all__ = [
 _MEASURED: dict[str, tuple[str, ...]] = {
     "model": (),
     "lora": (),
-    "parallel": ("cp", "cp_method", "cp_heads", "tp", "slices", "sequence_parallel"),
+    "parallel": (
+        "cp",
+        "cp_method",
+        "cp_heads",
+        "tp",
+        "slices",
+        "sequence_parallel",
+        "overlap_halves",
+    ),
     "train": (),
 }
 

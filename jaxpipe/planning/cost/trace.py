@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jaxpipe.config import Config, ParallelConfig
+from jaxpipe.config import Config
 from jaxpipe.core.contract import Context, StageFunctions
 from jaxpipe.core.contract.parameter import ParamSpec
 from jaxpipe.core.executor.traced_kind import TracedKind, embed_head_of
@@ -20,6 +20,7 @@ from jaxpipe.core.mesh.flags import is_trained, merge, select
 from jaxpipe.core.mesh.sharding import param_specs_of
 from jaxpipe.core.split import POLICIES
 from jaxpipe.core.split.crossing import RECOMPUTED, Policy
+from jaxpipe.core.split.halves import in_halves
 from jaxpipe.core.split.split import Cotangent, inexact
 from jaxpipe.model.ahead import ahead_keys
 from jaxpipe.model.kernels.cudnn_attention import replace_kernels
@@ -46,7 +47,7 @@ def trace(
     """
     known_layers, known_embed_head = layers, embed_head
     model, parallel, train = model_of(config), config.parallel, config.train
-    functions = model.functions
+    functions = in_halves(model.functions, config.halves) if config.halves else model.functions
     ep = parallel.ep_replicas
     sizes = {PP: parallel.pp, RP: 1, DP: lcm(parallel.cp, ep) // ep, EP: ep, TP: parallel.tp}
     order = functions.layer_kinds(config.model.pipeline_layers)
@@ -75,10 +76,10 @@ def trace(
             kind = functions.kinds_by_name[name]
             run = TracedKind.trace(
                 name, kind, params, x, context, policy, trained, recomputed,
-                halves=parallel.overlap_halves,
+                halves=config.halves,
             )  # fmt: skip
             seen = context._replace(state=run.state, embed_head=embed_head_of(kind, read))
-            kinds[name] = _layer_costs(run, params, x, seen, of_layers[name], parallel)
+            kinds[name] = _layer_costs(run, params, x, seen, of_layers[name], config)
 
         def total(own: Tree, x: Any, rows: Tree) -> jax.Array:
             return functions.head(merge(trained, own, embed_head), x, rows).sum()
@@ -176,13 +177,13 @@ def _total(jaxpr: Jaxpr, of_eqn: Callable[[JaxprEqn], float | None], iterations:
 
 def _layer_costs(
     run: TracedKind, params: Tree, x: Any, context: Context, parameters: Parameters,
-    parallel: ParallelConfig,
+    config: Config,
 ) -> LayerCosts:  # fmt: skip
     """Costs of a layer for an average sequence slice, which half of the other slices precede."""
-    split = run.split
+    split, parallel = run.split, config.parallel
     residuals, dlosses = split.residuals, run.output.aux.loss_sums
     dy = Cotangent(x, inexact(run.state), dlosses)
-    before = (parallel.slices - 1) / 2
+    before = (config.layer_slices - 1) / 2
     # Of every op: its arguments; the places of those that are live, and of those in ring buffers.
     for_r = residuals.for_r
     calls = {

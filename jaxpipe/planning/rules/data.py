@@ -64,12 +64,11 @@ def _check_lengths(config: Config) -> None:
     if not train.variable_length:
         return
     multiple, tp = train.pad_to_multiple_of, parallel.tp if parallel.sequence_parallel else 1
-    if train.length_bucket % (multiple * parallel.sequence_shards):
+    if train.length_bucket % (multiple * config.sequence_shards):
         cuts = {"parallel.slices": parallel.slices, "parallel.cp": parallel.cp, "parallel.tp": tp}
+        cuts["halves of overlap_halves"] = config.layer_slices // parallel.slices
         product = "".join(f" x {name}={size}" for name, size in cuts.items() if size > 1)
-        product += (
-            " x 2 blocks per device" if parallel.sequence_shards > prod(cuts.values()) else ""
-        )
+        product += " x 2 blocks per device" if config.sequence_shards > prod(cuts.values()) else ""
         raise ConfigError(
             f"train.length_bucket={train.length_bucket} must be a multiple of "
             f"train.pad_to_multiple_of={multiple}{product}: every equal part of a sequence is a "

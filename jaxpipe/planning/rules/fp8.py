@@ -36,6 +36,8 @@ def _tokens(config: Config) -> dict[str, int]:
     """Number of tokens in a product on a device, by the settings that give it."""
     parallel, train = config.parallel, config.train
     cuts = {"parallel.slices": parallel.slices, "parallel.cp": parallel.cp}
+    if config.halves:
+        cuts["2 halves"] = 2
     cut = "".join(f" / {name}" for name, size in cuts.items() if size > 1)
     lengths = {f"train.seq_len{cut}": train.seq_len // prod(cuts.values())}
     if train.variable_length:  # rows are padded to multiples of it, but not beyond seq_len

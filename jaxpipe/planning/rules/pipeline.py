@@ -46,18 +46,26 @@ def check_pipeline(config: Config) -> None:
 def check_halves(config: Config) -> None:
     """Raise `ConfigError` if layers cannot run in halves, or would gain nothing.
 
-    `parallel.overlap_halves=true` needs an even `train.microbatch_size`, and `parallel.tp`,
-    `parallel.ep` or `parallel.cp` above 1.
+    `parallel.overlap_halves=true` needs `parallel.tp`, `parallel.ep` or `parallel.cp` above 1.
+
+    `parallel.overlap_halves=true` with an odd `train.microbatch_size` halves sequences, which
+    excludes `parallel.slices` and `parallel.cp` above 1 and losses other than cross_entropy.
     """
     parallel, rows = config.parallel, config.train.microbatch_size
     if not parallel.overlap_halves:
         return
-    if rows % 2:
-        raise ConfigError(
-            f"parallel.overlap_halves=true with train.microbatch_size={rows}: the two halves are "
-            f"of whole rows; use an even number, such as {rows + 1}, or set "
-            f"parallel.overlap_halves=false."
-        )
+    if config.halves == "sequence":
+        for name, value, plain, why in (
+            ("parallel.slices", parallel.slices, 1, "slices are parts of sequences already"),
+            ("parallel.cp", parallel.cp, 1, "replicas would wait for each other's halves in turn"),
+            ("train.loss", config.train.loss, "cross_entropy", "it is of whole rows"),
+        ):
+            if value != plain:
+                raise ConfigError(
+                    f"parallel.overlap_halves=true with train.microbatch_size={rows} halves "
+                    f"sequences, which {name}={value} excludes: {why}; use an even number of rows, "
+                    f"such as {rows + 1}, or set parallel.overlap_halves=false."
+                )
     if max(parallel.tp, parallel.ep, parallel.cp) == 1:
         raise ConfigError(
             "parallel.overlap_halves=true with parallel.tp=1, parallel.ep=1 and parallel.cp=1: "

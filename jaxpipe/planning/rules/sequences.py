@@ -16,9 +16,13 @@ def _check_parts(config: Config) -> None:
     for `parallel.cp_method='ring'`, of `parallel.slices` x 2 x `parallel.cp` / `parallel.cp_heads`.
     """
     parallel, train = config.parallel, config.train
-    shards = {"parallel.slices": parallel.slices, "parallel.cp": parallel.cp}
+    slices = {
+        "parallel.slices": parallel.slices,
+        "halves of parallel.overlap_halves": config.layer_slices // parallel.slices,
+    }
+    shards = slices | {"parallel.cp": parallel.cp}
     over_tp = {"parallel.tp": parallel.tp if parallel.sequence_parallel else 1}
-    halves = {"parallel.slices": parallel.slices, "blocks of a ring": _halves(config)}
+    halves = slices | {"blocks of a ring": _halves(config)}
     chunks = {"train.loss_chunks": train.loss_chunks}
     for more in (halves, shards | over_tp, shards | chunks):
         if train.seq_len % prod(more.values()):
@@ -42,7 +46,7 @@ def check_attention(config: Config, devices: Devices | None = None) -> None:
     parallel, train = config.parallel, config.train
     case = AttentionCase(
         FullSequence(parallel.cp, parallel.exchanging) if parallel.cp > 1 else FULL_SEQUENCE,
-        slices=parallel.slices > 1,
+        slices=config.layer_slices > 1,
         documents=config.data.documents,
     )
     if devices is not None:

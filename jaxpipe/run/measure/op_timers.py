@@ -87,7 +87,7 @@ class OpTimer:
     def __init__(
         self, trainer: Trainer, *, layers: int, iterations: int = 2, kind: str | None = None
     ):
-        functions, config = trainer.model.functions, trainer.config
+        functions, config = trainer.pipeline.traced_functions, trainer.config
         kind = kind or functions.layer_kinds(config.model.pipeline_layers)[0]
         alone = replace(functions, kinds={kind: functions.kinds_by_name[kind]}, order=None)
         rows, policies = rows_of(config, functions), policies_of(config)

@@ -19,7 +19,7 @@ from jaxpipe.core.schedule import ORDERS, Costs, Lockstep, recompute_ahead
 EXAMPLES = 2
 ZERO_3 = {"zero_stage": 3, "reshard_after_forward": True}
 AHEAD = {"recomputes": True, "remat": "full"}
-HALVES = {"layers_per_iteration": 3, "overlap_halves": True}
+HALVES = {"layers_per_iteration": 3, "overlap_halves": "rows"}
 
 
 def looped(name, counts, dp=1, *, unroll=1, dtype=jnp.float32, recomputes=False, **execution):

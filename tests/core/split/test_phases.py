@@ -13,7 +13,7 @@ from toy import KIND, toy_batch, toy_params
 
 from jaxpipe.core.contract import Aux, Context, LayerKind, LayerOutput
 from jaxpipe.core.split import POLICIES, split_layer
-from jaxpipe.core.split.halves import in_halves
+from jaxpipe.core.split.halves import layer_in_halves, tie
 from jaxpipe.core.split.phases import run_in_phases
 from jaxpipe.core.split.split import Cotangent
 
@@ -60,7 +60,7 @@ def hyperbolic(params, x, context):
 def test_halves_store_and_compute_as_much_as_all_rows(kind, policy):
     params, x, context, dy = case(jnp.bfloat16)
     sizes, flops = [], []
-    for one in (kind, in_halves(kind)):
+    for one in (kind, layer_in_halves(kind, "rows")):
         split = split_layer(one.layer, params, x, context, POLICIES[policy])
         sizes.append(sum(leaf.size for leaf in jax.tree.leaves((split.residuals, split.stash))))
         jaxpr = jax.make_jaxpr(partial(gradients, one, policy))(params, x, context, dy).jaxpr
@@ -70,7 +70,7 @@ def test_halves_store_and_compute_as_much_as_all_rows(kind, policy):
 
 
 def both_kinds():
-    return KIND, in_halves(KIND)
+    return KIND, layer_in_halves(KIND, "rows")
 
 
 def test_auxiliary_outputs_are_those_of_all_rows():
@@ -87,7 +87,7 @@ def test_auxiliary_outputs_are_those_of_all_rows():
     context = Context({}, variables={"scale": jnp.ones(())})
     want, got = (
         kind.layer(jnp.ones(()), x, context)
-        for kind in (LayerKind(layer), in_halves(LayerKind(layer)))
+        for kind in (LayerKind(layer), layer_in_halves(LayerKind(layer), "rows"))
     )
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
@@ -104,7 +104,7 @@ def test_statistics_of_halves_are_their_maximum():
     )
     x = jnp.arange(12.0).reshape(4, 3)
     context = Context({}, variables={"seen": jnp.zeros(())})
-    halves = in_halves(kind)
+    halves = layer_in_halves(kind, "rows")
     split = split_layer(halves.layer, jnp.ones(()), x, context, statistics=kind.statistics)
     _, residuals = split.forward(jnp.ones(()), x, context)
     dx, _, _ = split.backward_input(jnp.ones(()), context, residuals, Cotangent(x))
@@ -114,7 +114,7 @@ def test_statistics_of_halves_are_their_maximum():
 def test_an_odd_number_of_rows_is_refused():
     params, x, context, _ = case(jnp.float32, rows=3)
     with pytest.raises(ValueError, match="even number of rows"):
-        jax.eval_shape(in_halves(KIND).layer, params, x, context)
+        jax.eval_shape(layer_in_halves(KIND, "rows").layer, params, x, context)
 
 
 def test_every_phase_has_products_of_one_half_and_collectives_of_the_other():
@@ -126,14 +126,55 @@ def test_every_phase_has_products_of_one_half_and_collectives_of_the_other():
     ]  # fmt: skip
 
 
-def layers_in_halves(x, layers):
+def test_ties_between_layers_keep_halves_apart():
+    """Parameters that a barrier ties to x are not of a half, and the second half is not tied."""
+
+    def tied(y, params):
+        return tie(y, params, "rows")
+
+    free = phases_of(lambda x: layers_in_halves(x, 2))
+    assert phases_of(lambda x: layers_in_halves(x, 2, tied)) == free
+
+
+def test_a_second_half_of_sequences_starts_after_the_keys_of_the_first():
+    """Its queries read them, a phase later; in other respects halves are as those of rows."""
+    beside = ["dot", "dot", "gather", "scatter"]
+    phases = phases_of(lambda x: reading_layer(x).y)
+    assert [*map(sorted, phases)] == [
+        ["gather"], ["dot", "dot", "gather"], beside[:2] + beside[3:], ["scatter"]
+    ]  # fmt: skip
+
+
+def reading_layer(x):
+    def layer(params, x, context):
+        full = lax.all_gather(x, "tp", axis=2, tiled=True)
+        state = context.state + full.sum(1)
+        product = (full + state[:, None]) @ params @ params.T
+        y = x + lax.psum_scatter(product, "tp", scatter_dimension=2, tiled=True)
+        return LayerOutput(y, state)
+
+    def nothing(x, rows):
+        return jnp.zeros((x.shape[0], 2 * x.shape[2]))
+
+    kind = layer_in_halves(LayerKind(layer, state=nothing), "sequence")
+    return kind.layer(jnp.ones((16, 32)), x, Context({"inputs": jnp.zeros((4, 6))}))
+
+
+def test_halves_of_sequences_need_a_state():
+    with pytest.raises(ValueError, match="give the layer kind a state, or halve the rows"):
+        layer_in_halves(KIND, "sequence")
+
+
+def layers_in_halves(x, layers, tied=None):
     def layer(params, x, context):
         full = lax.all_gather(x, "tp", axis=1, tiled=True)
         product = jnp.tanh(full @ params) @ params.T
         return LayerOutput(x + lax.psum_scatter(product, "tp", scatter_dimension=1, tiled=True))
 
+    params = jnp.ones((8, 32))
     for _ in range(layers):
-        x = in_halves(LayerKind(layer)).layer(jnp.ones((8, 32)), x, Context({})).y
+        x = layer_in_halves(LayerKind(layer), "rows").layer(params, x, Context({})).y
+        x, params = tied(x, params) if tied else (x, params)
     return x
 
 

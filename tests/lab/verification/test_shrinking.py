@@ -125,7 +125,8 @@ def test_splits_leave_every_stage_a_layer(split, layers):
     assert shrunk("quickstart", *split)[1].layers == layers
 
 
-def test_halves_stay():
-    halves = ("parallel.overlap_halves=true", "train.microbatch_size=4")
-    parallel = shrunk("llama3_70b_32gpu_tp4_pp4", *halves)[0].config.parallel
-    assert (parallel.overlap_halves, parallel.tp) == (True, 2)
+@pytest.mark.parametrize(("rows", "halves"), [(4, "rows"), (3, "sequence"), (1, "sequence")])
+def test_halves_stay(rows, halves):
+    overrides = ("parallel.overlap_halves=true", f"train.microbatch_size={rows}")
+    config = shrunk("llama3_70b_32gpu_tp4_pp4", *overrides)[0].config
+    assert (config.halves, config.parallel.tp) == (halves, 2)
