@@ -89,7 +89,7 @@ WHOLE = [
     ("qwen", "zb_h1", (2, 2, 2, 2), {"cp": 2, "heads": 1}),
     ("deepseek", "1f1b", (2, 2, 2, 2), {"slices": 2, "routed": True}),
     ("ahead", "zb_h1", (2, 2, 2, 2), {"remat": "full"}),
-    ("qwen", "zb_h1", (2, 2, 2, 2), {"overlap_halves": True}),
+    ("qwen", "zb_h1", (2, 2, 2, 2), {"overlap_halves": "rows"}),
     ("one", "1f1b", (2, 2, 2, 2), {"crowded": True}),
 ]
 
