@@ -9,7 +9,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 from jaxpipe.core.schedule import Op, lower
-from jaxpipe.core.schedule.cells import place
+from jaxpipe.core.schedule.placing import place
 
 
 def scan_time(schedule, costs, lockstep):

@@ -23,7 +23,7 @@ from jaxpipe.core.schedule import (
     validate,
     write_schedule,
 )
-from jaxpipe.core.schedule.cells import place
+from jaxpipe.core.schedule.placing import place
 from jaxpipe.core.schedule.scan import optimize_pace, scan_time
 from jaxpipe.schedules import BUILDERS, FAMILIES, build, draw_timeline, fuse_steps, fusion_gain
 from jaxpipe.schedules.timing.figure import draw_figure

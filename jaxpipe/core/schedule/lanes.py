@@ -22,7 +22,7 @@ from jaxpipe.core.schedule.action import (
     permute_direction,
     produced_value,
 )
-from jaxpipe.core.schedule.cells import Grid
+from jaxpipe.core.schedule.placing import Grid
 
 
 class Message(NamedTuple):

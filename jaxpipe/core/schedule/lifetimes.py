@@ -10,9 +10,9 @@ from collections.abc import Hashable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 from jaxpipe.core.schedule.action import Action, Op, Schedule
-from jaxpipe.core.schedule.cells import Grid
 from jaxpipe.core.schedule.lanes import Message
 from jaxpipe.core.schedule.lockstep import Lockstep
+from jaxpipe.core.schedule.placing import Grid
 
 Interval = tuple[int, int]  # first and last tick
 Key = TypeVar("Key", bound=Hashable)

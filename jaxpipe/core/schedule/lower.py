@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpipe.core.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError
-from jaxpipe.core.schedule.cells import Grid, place
 from jaxpipe.core.schedule.lanes import (
     Lane,
     Message,
@@ -34,6 +33,7 @@ from jaxpipe.core.schedule.lifetimes import (
     sequence_key,
 )
 from jaxpipe.core.schedule.lockstep import PLAIN, Lockstep
+from jaxpipe.core.schedule.placing import Grid, place
 from jaxpipe.core.schedule.row import StepColumns, TableRow, unused_columns
 from jaxpipe.core.schedule.scan import update_ticks, validation_ticks
 from jaxpipe.core.schedule.vocab_parallel import stage_ranks, vocab_parallel_columns

@@ -12,9 +12,10 @@ from dataclasses import replace
 import numpy as np
 
 from jaxpipe.core.schedule.action import Action, Cell, Op, Schedule
-from jaxpipe.core.schedule.cells import Costs, memoize_cell_time, place
+from jaxpipe.core.schedule.cells import Costs, memoize_cell_time
 from jaxpipe.core.schedule.lifetimes import SlotKey, action_key
 from jaxpipe.core.schedule.lockstep import PLAIN, Lockstep
+from jaxpipe.core.schedule.placing import place
 from jaxpipe.core.schedule.scan import cell_starts, scan_waits
 
 Cells = tuple[Cell, ...]  # of one rank, by tick

@@ -18,9 +18,10 @@ from dataclasses import replace
 import numpy as np
 
 from jaxpipe.core.schedule.action import Schedule, ScheduleError
-from jaxpipe.core.schedule.cells import Costs, Grid, memoize_cell_time, place
+from jaxpipe.core.schedule.cells import Costs, memoize_cell_time
 from jaxpipe.core.schedule.lanes import PermutePairs, list_permute_pairs
 from jaxpipe.core.schedule.lockstep import PLAIN, Lockstep
+from jaxpipe.core.schedule.placing import Grid, place
 
 _PACES = (2, 3)
 _GAIN = 1e-3  # relative gain that another candidate needs, since it has more ticks

@@ -12,8 +12,9 @@ et al. 2024, Table 2).
 from dataclasses import dataclass
 
 from jaxpipe.core.schedule.action import Op, Schedule
-from jaxpipe.core.schedule.cells import Costs, MemoryCosts, memoize_cell_time, place
+from jaxpipe.core.schedule.cells import Costs, MemoryCosts, memoize_cell_time
 from jaxpipe.core.schedule.lockstep import PLAIN, Lockstep
+from jaxpipe.core.schedule.placing import place
 from jaxpipe.core.schedule.scan import scan_time
 from jaxpipe.core.schedule.topological_order import sort_topologically
 

@@ -10,8 +10,8 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 
 from jaxpipe.core.schedule.action import Op, Schedule
-from jaxpipe.core.schedule.cells import Grid
 from jaxpipe.core.schedule.lifetimes import Buffers
+from jaxpipe.core.schedule.placing import Grid
 from jaxpipe.core.schedule.row import VocabParallelColumns
 
 

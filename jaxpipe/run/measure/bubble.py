@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from jaxpipe.core.executor import Pipeline
 from jaxpipe.core.executor.ticks import closing_tick, opening_tick
 from jaxpipe.core.schedule import simulate
-from jaxpipe.core.schedule.cells import Grid
 from jaxpipe.core.schedule.lower import build_grid
+from jaxpipe.core.schedule.placing import Grid
 from jaxpipe.run.measure.recording import recording
 from jaxpipe.schedules.timing.recording import (
     Event,

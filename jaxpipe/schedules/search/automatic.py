@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from jaxpipe.core.schedule.action import Placement, Schedule
-from jaxpipe.core.schedule.cells import place
 from jaxpipe.core.schedule.lockstep import Lockstep
 from jaxpipe.core.schedule.orders.loop import one_f_one_b, zb_h1, zb_h2
+from jaxpipe.core.schedule.placing import place
 from jaxpipe.schedules.search.problem import SearchProblem
 from jaxpipe.schedules.search.search import search_schedule
 from jaxpipe.schedules.search.target import ANY_TARGET, Target, limit_in_units

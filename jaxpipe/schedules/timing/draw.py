@@ -1,8 +1,8 @@
 """A schedule as text: one line per rank, one column per tick."""
 
 from jaxpipe.core.schedule.action import Schedule, label
-from jaxpipe.core.schedule.cells import place
 from jaxpipe.core.schedule.lockstep import PLAIN, Lockstep
+from jaxpipe.core.schedule.placing import place
 
 
 def draw_timeline(schedule: Schedule, lockstep: Lockstep = PLAIN) -> str:

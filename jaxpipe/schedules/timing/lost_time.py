@@ -14,9 +14,10 @@ from statistics import median
 import numpy as np
 
 from jaxpipe.core.schedule.action import Cell, Schedule
-from jaxpipe.core.schedule.cells import Costs, Grid
+from jaxpipe.core.schedule.cells import Costs
 from jaxpipe.core.schedule.lanes import list_permute_pairs
 from jaxpipe.core.schedule.lockstep import Lockstep
+from jaxpipe.core.schedule.placing import Grid
 from jaxpipe.core.schedule.scan import cell_starts, scan_waits
 from jaxpipe.schedules.timing.recording import Tick
 

@@ -22,7 +22,7 @@ from jaxpipe.core.schedule import (
     validate,
     write_schedule,
 )
-from jaxpipe.core.schedule.cells import place
+from jaxpipe.core.schedule.placing import place
 from jaxpipe.core.schedule.scan import scan_time
 
 LOCKSTEPS = [Lockstep(pairs=False), Lockstep(transfer_ticks=2, pairs=False)]

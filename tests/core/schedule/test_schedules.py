@@ -20,7 +20,7 @@ from jaxpipe.core.schedule import (
     simulate,
     validate,
 )
-from jaxpipe.core.schedule.cells import place
+from jaxpipe.core.schedule.placing import place
 
 SIZES = st.tuples(st.integers(1, 16), st.integers(1, 48))
 

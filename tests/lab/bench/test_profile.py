@@ -8,7 +8,7 @@ import pytest
 
 from jaxpipe import profile
 from jaxpipe.core.schedule import Lockstep, Op
-from jaxpipe.core.schedule.cells import place
+from jaxpipe.core.schedule.placing import place
 from jaxpipe.schedules import build
 from jaxpipe.schedules.timing.recording import (
     Event,
