@@ -68,7 +68,7 @@ def _remat_that_fits(plan: RunPlan, memory: float) -> str:
     most = 0 if train.remat == "full" or train.offload_layers else max(plan.layers)
     for layers in range(train.remat_layers + 1, most):
         fewer = replace(plan.config, train=replace(train, remat_layers=layers))
-        if rank_bytes(fewer, plan.layout, plan.tables).total <= memory:
+        if rank_bytes(fewer, plan.layout, plan.buffers).total <= memory:
             return f"train.remat_layers={layers}"
     return "train.remat='full'"
 
@@ -139,7 +139,7 @@ def advise_on_in_flight(plan: RunPlan) -> str | None:
                 found.append((_bubble(ahead), ahead))
     for bubble, ahead in sorted(found, key=lambda one: one[0]):
         if bubble < now - _CLEAR_GAIN and ahead.memory.total <= usable:
-            live, before = (one.tables.slots.for_w for one in (ahead, plan))
+            live, before = (one.buffers.slots.for_w for one in (ahead, plan))
             return (
                 f"parallel.in_flight={ahead.config.parallel.in_flight} makes it {bubble:.1%}, "
                 f"with up to {live} live microbatches per rank (now {before})"

@@ -64,7 +64,7 @@ def _reason(plan: "RunPlan") -> str | None:
             f"the copies of train.offload_layers={config.train.offload_layers} overlap with the "
             f"next layer, and none with the next iteration of a loop"
         )
-    if plan.tables.pairs:
+    if plan.buffers.pairs:
         return (
             f"parallel.schedule={config.parallel.schedule!r} pairs the layers of an F and of a "
             f"gradient one by one"

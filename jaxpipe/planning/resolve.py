@@ -15,12 +15,14 @@ from jaxpipe.core.schedule import (
     Lockstep,
     Op,
     Placement,
+    ScanBuffers,
     Schedule,
     ScheduleError,
     Tables,
     assign_layers,
     lower,
     recompute_ahead,
+    scan_buffers,
     validate,
 )
 from jaxpipe.core.schedule.scan import optimize_pace, scan_time
@@ -68,6 +70,11 @@ class RunPlan:
         return lower(self.schedule, self.lockstep)
 
     @cached_property
+    def buffers(self) -> ScanBuffers:
+        """What the scan stores and sends: `tables` without what every rank does in a tick."""
+        return scan_buffers(self.schedule, self.lockstep)
+
+    @cached_property
     def layout(self) -> "StageLayout":
         """The layers of each stage by kind, and the pipeline rank of each stage."""
         return layout_of(self.config, self.schedule.placement, self.layers)
@@ -95,7 +102,7 @@ class RunPlan:
     @cached_property
     def memory(self) -> RankBytes:
         """Bytes of a device; `devices.memory` is what it has."""
-        return rank_bytes(self.config, self.layout, self.tables)
+        return rank_bytes(self.config, self.layout, self.buffers)
 
 
 def resolve(config: Config, devices: Devices | None = None, *, trains: bool = True) -> RunPlan:
@@ -124,7 +131,7 @@ def resolve(config: Config, devices: Devices | None = None, *, trains: bool = Tr
     except ScheduleError as error:
         raise ConfigError(f"parallel.schedule={config.parallel.schedule!r}: {error}") from error
     _ = plan.unroll_layers
-    if config.parallel.overlap_halves and plan.tables.pairs:
+    if config.parallel.overlap_halves and plan.buffers.pairs:
         raise ConfigError(
             f"parallel.overlap_halves=true with parallel.schedule={config.parallel.schedule!r}: "
             f"this schedule hides the collectives of F behind a gradient of another microbatch; "

@@ -92,7 +92,7 @@ def test_what_ticks_hand_on_is_what_a_plan_counts(overrides):
     trace = trainer.train_step.trace(trainer.state_shapes, batch)
     carried = find_scan(trace.jaxpr.jaxpr).params["jaxpr"].out_avals
     got = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in carried)
-    planned = rank_bytes(config, trainer.layout, trainer.pipeline.tables)
+    planned = rank_bytes(config, trainer.layout, trainer.plan.buffers)
     layers, experts = len(config.model.sparse_layers), config.model.n_experts
     counted = 4 * (config.train.grad_accum_steps + layers * (experts + 2))
     assert got == planned.activations + planned.gradients + counted

@@ -10,7 +10,7 @@ from commands import SMALL
 from msgspec import structs
 
 from jaxpipe import config as configs
-from jaxpipe.core.schedule import Costs, lower, recompute_ahead
+from jaxpipe.core.schedule import Costs, recompute_ahead, scan_buffers
 from jaxpipe.core.schedule.lockstep import Lockstep
 from jaxpipe.core.schedule.scan import scan_time
 from jaxpipe.lab.search.bounds import ScheduleFacts, least_residuals, least_seconds
@@ -90,12 +90,12 @@ def test_no_schedule_is_below_its_bounds(name):
             assert least_seconds(facts, with_r) <= scan_time(ahead[0], with_r, ahead[1]) * (
                 1 + 1e-12
             )
-            tables, layout = lower(schedule, lockstep), layout_of(
+            buffers, layout = scan_buffers(schedule, lockstep), layout_of(
                 config, schedule.placement, (8 // stages,) * stages
             )  # fmt: skip
             without = rank_bytes(config, layout, None).total
             least = without + least_residuals(config, facts, layout)
-            assert without < least <= rank_bytes(config, layout, tables).total
+            assert without < least <= rank_bytes(config, layout, buffers).total
 
 
 def test_the_bound_of_1f1b_is_its_time_where_nothing_waits():

@@ -91,7 +91,7 @@ def test_rings_are_what_the_fullest_rank_holds(schedule):
         F=kind.for_b + kind.for_w, B=kind.stash - kind.for_b, W=-kind.for_w - kind.stash
     )
     held = max(peak_memory(plan.schedule, memory))
-    assert held <= ring_bytes(kind, plan.tables).device <= 1.15 * held
+    assert held <= ring_bytes(kind, plan.buffers).device <= 1.15 * held
 
 
 def test_slices_are_planned_as_they_are_run():

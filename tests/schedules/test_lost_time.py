@@ -7,6 +7,7 @@ import pytest
 
 from jaxpipe.core.schedule import Costs, Lockstep
 from jaxpipe.core.schedule.lower import build_grid
+from jaxpipe.core.schedule.placing import place_cells
 from jaxpipe.core.schedule.scan import cell_starts, scan_waits
 from jaxpipe.schedules import build
 from jaxpipe.schedules.timing.lost_time import ALL, LINK, MeasuredScan, RankSeconds, cell_kind
@@ -39,7 +40,9 @@ def recorded(replay, slow=(), by=1.0, link=None, replicas=1, unit=0.01):
         cells *= noise.uniform(0.99, 1.01, cells.shape)
         transfer = np.full(P, 0.05 * unit)
         transfer[list(link or ())] = unit
-        waits, meetings = scan_waits(replay.schedule, replay.grid, replay.lockstep)
+        waits, meetings = scan_waits(
+            replay.schedule, place_cells(replay.schedule, replay.lockstep), replay.lockstep
+        )
         ticks = replay.lockstep.transfer_ticks
         starts = cell_starts(cells, waits, transfer, ticks, meetings)
         takes.append((starts[-1] + cells[-1]).max())

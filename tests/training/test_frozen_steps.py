@@ -120,7 +120,7 @@ def test_steps_leave_their_bits(trainer_of, name):
 def test_bytes_are_those_of_the_plan(trainer_of, zero_stage):
     trainer = trainer_of(f"parallel.zero_stage={zero_stage}")
     shapes, shardings = trainer.state_shapes, trainer.state_shardings
-    planned = rank_bytes(trainer.config, trainer.layout, trainer.plan.tables)
+    planned = rank_bytes(trainer.config, trainer.layout, trainer.plan.buffers)
     assert planned.parameters == bytes_on_a_device(shapes.params, shardings.params)
     moments = bytes_on_a_device(shapes.optimizer, shardings.optimizer)
     assert 0 <= moments - planned.optimizer <= 16  # counters

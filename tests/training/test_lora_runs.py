@@ -204,7 +204,7 @@ def test_the_plan_counts_no_gradient_of_frozen_parameters(zero_stage):
         leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
         return sum(prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in leaves)
 
-    planned = rank_bytes(trainer.config, trainer.layout, trainer.plan.tables)
+    planned = rank_bytes(trainer.config, trainer.layout, trainer.plan.buffers)
     assert planned.parameters == count(shapes.params, shardings.params)
     assert 0 <= count(shapes.optimizer, shardings.optimizer) - planned.optimizer <= 16  # counters
     own, plain = (costs_of(configs.load(SMALL, part)).kinds["layer"] for part in (overrides, []))

@@ -133,7 +133,7 @@ def test_a_plan_counts_them_on_the_host():
         config = configs.load(SMALL, [*SIZES, *more])
         plan = arrange(config, Devices())
         layout = Trainer.resolve(config, tuple(jax.devices()[:2])).layout
-        counted.append(rank_bytes(config, layout, plan.tables))
+        counted.append(rank_bytes(config, layout, plan.buffers))
     everything, away = counted
     assert (away.optimizer, away.host) == (0, everything.optimizer)
     assert everything.total - away.total == everything.optimizer == 2 * everything.parameters

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from jaxpipe import config as configs
 from jaxpipe.config.units import readable_bytes
-from jaxpipe.core.schedule import Lockstep, lower
+from jaxpipe.core.schedule import Lockstep, lower, scan_buffers
 from jaxpipe.planning import Devices, arrange, rank_bytes
 from jaxpipe.planning.advice import advise_on_in_flight
 from jaxpipe.planning.rules.across import check_settings
@@ -35,7 +35,7 @@ def test_deferred_ends_are_counted():
     trainer = Trainer.resolve(config, tuple(jax.devices()[:2]))
 
     def activations(lockstep):
-        planned = rank_bytes(config, trainer.layout, lower(trainer.schedule, lockstep))
+        planned = rank_bytes(config, trainer.layout, scan_buffers(trainer.schedule, lockstep))
         return readable_bytes(planned.activations)
 
     assert activations(Lockstep(defer_embed_head=True)) != activations(Lockstep())
@@ -45,7 +45,7 @@ def test_deferred_ends_are_counted():
 def test_what_waits_on_the_host_is_shown():
     more = ["parallel.pp=2", "parallel.dp=1", "train.offload_layers=1"]
     trainer = Trainer.resolve(configs.load(SMALL, more), tuple(jax.devices()[:2]))
-    planned = rank_bytes(trainer.config, trainer.layout, trainer.pipeline.tables)
+    planned = rank_bytes(trainer.config, trainer.layout, trainer.plan.buffers)
     assert "on the host" in (shown := printed(trainer))
     assert readable_bytes(planned.host) in shown
 

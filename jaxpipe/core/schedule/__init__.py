@@ -5,10 +5,11 @@ Pure Python and numpy; this package does not import jax. "Rank" means pipeline r
 
 from jaxpipe.core.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError, label
 from jaxpipe.core.schedule.assignment import assign_layers, compute_layer_assignment
+from jaxpipe.core.schedule.buffers import ScanBuffers, scan_buffers
 from jaxpipe.core.schedule.cells import Costs, MemoryCosts
 from jaxpipe.core.schedule.lifetimes import Buffers
 from jaxpipe.core.schedule.lockstep import Lockstep
-from jaxpipe.core.schedule.lower import OverlapPair, Tables, lower
+from jaxpipe.core.schedule.lower import Tables, lower
 from jaxpipe.core.schedule.orders import ORDERS
 from jaxpipe.core.schedule.orders.bidirectional import dualpipe, dualpipev
 from jaxpipe.core.schedule.orders.custom import read_schedule, write_schedule
@@ -23,6 +24,7 @@ from jaxpipe.core.schedule.orders.loop import (
     zb_h2,
 )
 from jaxpipe.core.schedule.orders.vshape import one_f_one_b_v, zbv_order
+from jaxpipe.core.schedule.pairs import OverlapPair
 from jaxpipe.core.schedule.recompute import recompute_ahead
 from jaxpipe.core.schedule.row import TableRow
 from jaxpipe.core.schedule.simulate import SimulationReport, peak_memory, simulate
@@ -39,6 +41,7 @@ __all__ = [
     "Op",
     "OverlapPair",
     "Placement",
+    "ScanBuffers",
     "Schedule",
     "ScheduleError",
     "SimulationReport",
@@ -60,6 +63,7 @@ __all__ = [
     "peak_memory",
     "read_schedule",
     "recompute_ahead",
+    "scan_buffers",
     "simulate",
     "validate",
     "write_schedule",

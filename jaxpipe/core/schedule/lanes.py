@@ -8,12 +8,13 @@ a cell computes both for the same neighbour (V-shaped and bidirectional placemen
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
 from jaxpipe.core.schedule.action import (
     Action,
+    Cell,
     Op,
     Placement,
     Schedule,
@@ -23,6 +24,7 @@ from jaxpipe.core.schedule.action import (
     produced_value,
 )
 from jaxpipe.core.schedule.placing import Grid
+from jaxpipe.core.schedule.topological_order import cell_kinds
 
 
 class Message(NamedTuple):
@@ -87,6 +89,24 @@ def _received_value(action: Action, stages: int) -> Value | None:
     return Value("y", stage, m) if stage == stages - 1 else Value("dx", stage + 1, m)
 
 
+def sent_messages(schedule: Schedule, cells: Iterable[Cell]) -> list[Message]:
+    """Return the messages of cells to other ranks, with the number of a cell as its tick."""
+    messages = []
+    for number, cell in enumerate(cells):
+        for action in cell.actions:
+            value = produced_value(action)
+            reader = action.stage + (1 if action.op is Op.F else -1)
+            if value is None or not 0 <= reader < schedule.stages:
+                continue
+            sender, receiver = (
+                schedule.placement.rank(stage, action.microbatch)
+                for stage in (action.stage, reader)
+            )
+            if sender != receiver:
+                messages.append(Message(value, sender, receiver, number, None, number))
+    return messages
+
+
 def assign_lanes(schedule: Schedule, sent: list[Message]) -> tuple[Lane, ...]:
     """Return the fewest lanes that carry all messages between ranks, at most two per direction.
 
@@ -121,18 +141,9 @@ def list_permute_pairs(schedule: Schedule, phases: int = 1) -> tuple[PermutePair
             f"phases={phases}: in a phase a rank has one neighbour to exchange with, but ranks of "
             f"{schedule.name} have several stages: only with one stage a rank."
         )
-    stages, rank_of = schedule.stages, schedule.placement.rank
-    examples = {}  # one message of every kind and permute pair
-    for receiver, action in schedule.actions():
-        if value := _received_value(action, stages):
-            sender = rank_of(value.stage, value.microbatch)
-            examples[value.kind, sender, receiver] = Message(value, sender, receiver, 0, None, 0)
     pairs_by_hop: dict[int, set[PermutePair]] = defaultdict(set)
-    for message in examples.values():
-        if message.sender != message.receiver:
-            pairs_by_hop[message_direction(message, schedule)].add(
-                (message.sender, message.receiver)
-            )
+    for message in sent_messages(schedule, cell_kinds(schedule)[1]):
+        pairs_by_hop[message_direction(message, schedule)].add((message.sender, message.receiver))
     return tuple(
         {
             hop: tuple(

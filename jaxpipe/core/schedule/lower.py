@@ -10,7 +10,6 @@ stash.
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,21 +32,14 @@ from jaxpipe.core.schedule.lifetimes import (
     sequence_key,
 )
 from jaxpipe.core.schedule.lockstep import PLAIN, Lockstep
-from jaxpipe.core.schedule.placing import Grid, place
+from jaxpipe.core.schedule.pairs import OverlapPair, list_overlap_pairs, overlap_pair
+from jaxpipe.core.schedule.placing import Grid, place, place_cells
 from jaxpipe.core.schedule.row import StepColumns, TableRow, unused_columns
 from jaxpipe.core.schedule.scan import update_ticks, validation_ticks
 from jaxpipe.core.schedule.vocab_parallel import stage_ranks, vocab_parallel_columns
 
 SlotOf = Buffers[Mapping[Hashable, int]]  # slots on one rank, by owner or by reading action
 Position = tuple[int, int]  # tick, rank
-
-
-class OverlapPair(NamedTuple):
-    """An F and a gradient action of different chunks in one cell, which XLA may overlap."""
-
-    forward: int
-    op: Op
-    gradient: int
 
 
 @dataclass(frozen=True)
@@ -152,7 +144,8 @@ def lower(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Tables:
     )
     slots = Buffers(*map(max, zip(*used)))
     lanes = assign_lanes(schedule, list(inputs.values()))
-    pairs = _list_overlap_pairs(schedule.placement, grid) if lockstep.pairs else ()
+    placed = place_cells(schedule, lockstep)
+    pairs = list_overlap_pairs(schedule.placement, placed.examples) if lockstep.pairs else ()
     if pairs and schedule.recomputes:
         raise ScheduleError(
             f"{schedule.name} has R and cells whose F and gradient action share a branch, which "
@@ -210,22 +203,6 @@ def _column_arrays(columns: tuple) -> list[np.ndarray]:
     return [leaf for leaves in nested for leaf in leaves]
 
 
-def _list_overlap_pairs(placement: Placement, grid: Grid) -> tuple[OverlapPair, ...]:
-    cells = {cell for row in grid for cell in row}
-    return tuple(
-        sorted({pair for cell in cells if (pair := _overlap_pair(cell, placement))}, key=str)
-    )
-
-
-def _overlap_pair(cell: Cell, placement: Placement) -> OverlapPair | None:
-    """Return the pair of a cell whose two actions cannot depend on each other, else None."""
-    forward, gradient = cell.forward, cell.gradient
-    if not (forward and gradient):
-        return None
-    ahead, back = (placement.chunk(stage, m) for _, stage, m in (forward, gradient))
-    return OverlapPair(ahead, gradient.op, back) if ahead != back else None
-
-
 def _fill_ops(
     columns: TableRow[np.ndarray],
     at: Position,
@@ -234,7 +211,7 @@ def _fill_ops(
     pairs: tuple[OverlapPair, ...],
 ) -> None:
     """Fill the ops of a cell: one pair, or each action by itself."""
-    pair = _overlap_pair(cell, placement)
+    pair = overlap_pair(cell, placement)
     if pair in pairs:
         columns.pair[at] = 1 + pairs.index(pair)
         return

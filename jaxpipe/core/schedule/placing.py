@@ -7,133 +7,235 @@ t + transfer_ticks on; on the same rank from the next tick on, or by the gradien
 cell, since F runs first.
 """
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from itertools import accumulate
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
-from jaxpipe.core.schedule.action import (
-    Action,
-    Cell,
-    Op,
-    Schedule,
-    ScheduleError,
-    Value,
-    needed_values,
-    produced_value,
-)
+from jaxpipe.core.schedule.action import Action, Cell, Op, Schedule, ScheduleError
 from jaxpipe.core.schedule.lockstep import PLAIN, Lockstep
-from jaxpipe.core.schedule.topological_order import sort_topologically
+from jaxpipe.core.schedule.topological_order import (
+    cell_kinds,
+    numbered_values,
+    sort_topologically,
+)
 
+NEVER = float("inf")
 Grid = tuple[tuple[Cell, ...], ...]  # [tick][rank]
-IsReady = Callable[
-    ..., bool
-]  # (action, value computed in the same cell) -> are its inputs available
+_EMPTY = Cell()
 
 
-@lru_cache(maxsize=256)  # a schedule is timed, simulated, lowered and drawn; a search has hundreds
+class PlacedCells(NamedTuple):
+    """The cells of a schedule in ticks.
+
+    Attributes:
+      ticks, ranks: of every cell.
+      kinds: of every cell, an index into `examples`. Cells of a kind run the same ops of the same
+        stages, so they take as long.
+      examples: a cell of each kind.
+    """
+
+    ticks: Sequence[int]
+    ranks: Sequence[int]
+    kinds: Sequence[int]
+    examples: Sequence[Cell]
+    cells: Sequence[Cell]
+
+    @property
+    def tick_count(self) -> int:
+        """Number of ticks."""
+        return 1 + max(self.ticks)
+
+
+@lru_cache(maxsize=64)  # a schedule is simulated, lowered and drawn
 def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
     """Return the grid `[tick][rank]`, every cell in the first tick its order and inputs allow.
 
     Raises `ScheduleError` for a deadlock, and for a schedule with R that is not placed in order.
     """
-    return (_place_in_order if lockstep.in_flight is None else _place_ahead)(schedule, lockstep)
-
-
-def _place_in_order(schedule: Schedule, lockstep: Lockstep) -> Grid:
-    """Place the cells of each rank strictly in its order."""
-    ticks: list[int] = []
-    free = [0] * schedule.pp  # first tick after the last placed cell of each rank
-    line = sort_topologically(schedule)
-    for rank, cell, before in line:
-        tick = free[rank]
-        for other in before:
-            tick = max(tick, ticks[other] + lockstep.transfer_ticks)
-        ticks.append(lockstep.next_allowed_tick(cell, schedule.placement, tick))
-        free[rank] = ticks[-1] + 1
-    empty = Cell()
-    grid = [[empty] * schedule.pp for _ in range(max(free))]
-    for tick, (rank, cell, _) in zip(ticks, line):
+    placed = place_cells(schedule, lockstep)
+    grid = [[_EMPTY] * schedule.pp for _ in range(placed.tick_count)]
+    for tick, rank, cell in zip(placed.ticks, placed.ranks, placed.cells):
         grid[tick][rank] = cell
     return tuple(map(tuple, grid))
 
 
-def _place_ahead(schedule: Schedule, lockstep: Lockstep) -> Grid:
+@lru_cache(maxsize=64)
+def place_cells(schedule: Schedule, lockstep: Lockstep = PLAIN) -> PlacedCells:
+    """Return the cells with their ticks; raises as `place` does."""
+    return (_place_in_order if lockstep.in_flight is None else _place_ahead)(schedule, lockstep)
+
+
+def _place_in_order(schedule: Schedule, lockstep: Lockstep) -> PlacedCells:
+    """Place the cells of each rank strictly in its order."""
+    line, (kinds, examples) = sort_topologically(schedule), cell_kinds(schedule)
+    period, hop = lockstep.every * lockstep.phases, lockstep.transfer_ticks
+    waits = [
+        [lockstep.next_allowed_tick(cell, schedule.placement, t) - t for t in range(period)]
+        for cell in examples
+    ]  # ticks until a cell of a kind is allowed, by tick modulo the period
+    ticks: list[int] = []
+    free = [0] * schedule.pp  # first tick after the last placed cell of each rank
+    for (rank, _, before), kind in zip(line, kinds):
+        tick = free[rank]
+        for other in before:
+            arrives = ticks[other] + hop
+            if arrives > tick:
+                tick = arrives
+        tick += waits[kind][tick % period]
+        ticks.append(tick)
+        free[rank] = tick + 1
+    return PlacedCells(ticks, [place[0] for place in line], kinds, examples, [p[1] for p in line])
+
+
+def _place_ahead(schedule: Schedule, lockstep: Lockstep) -> PlacedCells:
     """Place forwards ahead of the order, with at most `in_flight` live microbatches per rank."""
-    transfer_ticks, in_flight = lockstep.transfer_ticks, lockstep.in_flight or 0
+    in_flight = lockstep.in_flight
     if schedule.recomputes:
         raise ScheduleError(
             f"in_flight={in_flight}: {schedule.name} has R, whose position in the order of a rank "
             f"says when it runs; give no in_flight."
         )
-    queues = [_RankQueues(order, in_flight, transfer_ticks == 1) for order in schedule.ranks]
-    computed: dict[Value, tuple[int, int]] = {}  # value -> (rank that computed it, tick)
-    grid: list[tuple[Cell, ...]] = []
-    idle = 0
+    computed = _Computed(schedule)
+    queues = [_RankQueues(schedule, order, lockstep) for order in schedule.ranks]
+    cells: list[tuple[int, int, Cell, Hashable]] = []
+    tick = idle = 0
     while not all(queue.is_empty for queue in queues):
-        tick = len(grid)
-
-        def ready(
-            rank: int, action: Action, in_cell: Value | None = None, tick: int = tick
-        ) -> bool:
-            if not lockstep.allows(action, schedule.placement, tick):
-                return False
-            for value in needed_values(action, schedule.stages):
-                source, when = computed.get(value, (rank, tick))
-                hop = 1 if source == rank else transfer_ticks
-                waits = lockstep.vocab_parallel and value[:2] == ("y", schedule.stages - 1)
-                if (value != in_cell or waits) and when + hop > tick:
-                    return False
-            return True
-
-        row = tuple(queue.take(partial(ready, rank)) for rank, queue in enumerate(queues))
-        for rank, cell in enumerate(row):
-            for action in cell.actions:
-                if value := produced_value(action):
-                    computed[value] = (rank, tick)
-        idle = 0 if any(cell.actions for cell in row) else idle + 1
-        if idle > transfer_ticks + lockstep.every * lockstep.phases:
+        taken = [queue.take(rank, tick, computed) for rank, queue in enumerate(queues)]
+        idle += 1
+        for rank, (forward, gradient) in enumerate(taken):
+            for item in (forward, gradient):
+                if item is not None:
+                    computed.add(item, rank, tick)
+                    idle = 0
+            if forward or gradient:
+                cell = Cell(
+                    forward and forward.action,
+                    gradient and gradient.action,
+                    gradient and gradient.update,
+                )
+                kind = forward and forward.kind, gradient and gradient.kind
+                cells.append((tick, rank, cell, kind))
+        if idle > lockstep.transfer_ticks + lockstep.every * lockstep.phases:
             raise ScheduleError(
                 f"deadlock at tick {tick}: no rank of {schedule.name} can go on with "
                 f"in_flight={in_flight}: raise it."
             )
-        grid.append(row)
-    return tuple(grid)
+        tick += 1
+    examples = {kind: cell for _, _, cell, kind in cells}
+    numbers = {kind: number for number, kind in enumerate(examples)}
+    ticks, ranks, placed, kinds = zip(*cells)
+    return PlacedCells(
+        ticks, ranks, [numbers[kind] for kind in kinds], list(examples.values()), placed
+    )
+
+
+class _QueuedAction(NamedTuple):
+    """An action in the queue of its rank.
+
+    Attributes:
+      needed, produced: values by number, as in `numbered_values`.
+      is_allowed: whether the lockstep allows it, by tick modulo the period.
+      updates: how many updates stand before it in the order of its rank.
+      update: the U of its cell.
+      kind: equal for actions that take as long.
+    """
+
+    action: Action
+    needed: list[int]
+    produced: list[int]
+    is_allowed: tuple[bool, ...]
+    updates: int
+    update: Action | None
+    kind: Hashable
+
+
+class _Computed:
+    """The rank and tick of every value that was computed, by number."""
+
+    def __init__(self, schedule: Schedule):
+        self.ticks: list[float] = [NEVER] * (2 * schedule.stages * schedule.microbatches)
+        self.ranks = [-1] * len(self.ticks)
+
+    def add(self, item: _QueuedAction, rank: int, tick: int) -> None:
+        for value in item.produced:
+            self.ticks[value], self.ranks[value] = tick, rank
 
 
 class _RankQueues:
     """The queues of one rank: gradients, and forwards, which wait for free memory and updates."""
 
-    def __init__(self, cells: Sequence[Cell], in_flight: int, pairs: bool):
-        self._forwards = [cell.forward for cell in cells if cell.forward]
-        self._gradients = [(cell.gradient, cell.update) for cell in cells if cell.gradient]
-        counts = accumulate((cell.update is not None for cell in cells), initial=0)
-        self._updates_before = [count for cell, count in zip(cells, counts) if cell.forward]
-        self._updates = 0
-        self._room, self._pairs = in_flight, pairs
-        self._f = self._g = 0
+    def __init__(self, schedule: Schedule, cells: Sequence[Cell], lockstep: Lockstep):
+        self._room, self._hop = lockstep.in_flight or 0, lockstep.transfer_ticks
+        self._period = lockstep.every * lockstep.phases
+        self._schedule, self._lockstep = schedule, lockstep
+        # The last stage's y, by number; the loss of a shared vocabulary comes a tick after its F.
+        self._late = (
+            (schedule.stages - 1) * schedule.microbatches if lockstep.vocab_parallel else NEVER
+        )
+        self._updates = self._f = self._g = 0
+        self._forwards: list[_QueuedAction] = []
+        self._gradients: list[_QueuedAction] = []
+        allowed: dict[Hashable, tuple[bool, ...]] = {}
+        before = 0
+        for cell in cells:
+            for action, queue in ((cell.forward, self._forwards), (cell.gradient, self._gradients)):
+                if action is not None:
+                    queue.append(self._queued(action, cell.update, before, allowed))
+            before += cell.update is not None
+
+    def _queued(
+        self, action: Action, update: Action | None, updates: int,
+        allowed: dict[Hashable, tuple[bool, ...]],
+    ) -> _QueuedAction:  # fmt: skip
+        placement = self._schedule.placement
+        kind = action.op, action.stage, placement.is_mirrored(action.microbatch), update is None
+        if kind not in allowed:
+            ticks = range(self._period)
+            allowed[kind] = tuple(self._lockstep.allows(action, placement, tick) for tick in ticks)
+        ((_, needed, produced),) = numbered_values((Cell.from_action(action),), self._schedule)
+        return _QueuedAction(action, needed, produced, allowed[kind], updates, update, kind)
 
     @property
     def is_empty(self) -> bool:
         return self._f == len(self._forwards) and self._g == len(self._gradients)
 
-    def take(self, ready: IsReady) -> Cell:
-        """Return the next cell: a ready gradient, else a forward within the limit, or both.
+    def take(
+        self, rank: int, tick: int, computed: _Computed
+    ) -> tuple[_QueuedAction | None, _QueuedAction | None]:
+        """Return the next forward within the limit, and the next gradient, that are ready.
 
-        Both share a cell only where transfers take one tick.
+        Both share a cell only where transfers take one tick; else the gradient goes first.
         """
-        forward = gradient = update = None
+        forward = gradient = None
+        in_cell = -1  # a value that the forward of this cell computes
         if self._f < len(self._forwards) and self._room > 0:
-            updated = self._updates >= self._updates_before[self._f]
-            if updated and ready(self._forwards[self._f]):
-                forward = self._forwards[self._f]
-        in_cell = produced_value(forward) if forward and self._pairs else None
-        if self._g < len(self._gradients) and ready(self._gradients[self._g][0], in_cell):
-            gradient, update = self._gradients[self._g]
-        if gradient and not self._pairs:
-            forward = None
-        self._f += forward is not None
-        self._g += gradient is not None
-        frees = gradient is not None and gradient.op is not Op.B
-        self._room += frees - (forward is not None)
-        self._updates += update is not None
-        return Cell(forward, gradient, update)
+            item = self._forwards[self._f]
+            if item.updates <= self._updates and self._is_ready(item, rank, tick, computed, -1):
+                forward = item
+                if self._hop == 1 and item.produced[0] < self._late:
+                    in_cell = item.produced[0]
+        if self._g < len(self._gradients):
+            item = self._gradients[self._g]
+            if self._is_ready(item, rank, tick, computed, in_cell):
+                gradient = item
+                if self._hop > 1:
+                    forward = None
+        if forward:
+            self._f += 1
+            self._room -= 1
+        if gradient:
+            self._g += 1
+            self._room += gradient.action.op is not Op.B
+            self._updates += gradient.update is not None
+        return forward, gradient
+
+    def _is_ready(
+        self, item: _QueuedAction, rank: int, tick: int, computed: _Computed, in_cell: int
+    ) -> bool:
+        if not item.is_allowed[tick % self._period]:
+            return False
+        for value in item.needed:
+            hop = 1 if computed.ranks[value] == rank else self._hop
+            if value != in_cell and computed.ticks[value] + hop > tick:
+                return False
+        return True

@@ -15,7 +15,7 @@ from jaxpipe.core.schedule.action import Action, Cell, Op, Schedule
 from jaxpipe.core.schedule.cells import Costs, memoize_cell_time
 from jaxpipe.core.schedule.lifetimes import SlotKey, action_key
 from jaxpipe.core.schedule.lockstep import PLAIN, Lockstep
-from jaxpipe.core.schedule.placing import place
+from jaxpipe.core.schedule.placing import place, place_cells
 from jaxpipe.core.schedule.scan import cell_starts, scan_waits
 
 Cells = tuple[Cell, ...]  # of one rank, by tick
@@ -42,7 +42,7 @@ def recompute_ahead(
     F0 R0+BW0 F1 R1+BW1
     """
     grid = place(schedule, lockstep)
-    waits, meetings = scan_waits(schedule, grid, lockstep)
+    waits, meetings = scan_waits(schedule, place_cells(schedule, lockstep), lockstep)
     meetings, taking = list(meetings), memoize_cell_time(costs)
 
     def end(ranks: Sequence[Cells]) -> float:

@@ -12,16 +12,17 @@ neighbours. With a parallel vocabulary all ranks synchronize in the ticks in whi
 the head has work, and overlapping steps (`fuse_steps`) in the ticks in which they are validated.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from jaxpipe.core.schedule.action import Schedule, ScheduleError
-from jaxpipe.core.schedule.cells import Costs, memoize_cell_time
+from jaxpipe.core.schedule.cells import Costs
 from jaxpipe.core.schedule.lanes import PermutePairs, list_permute_pairs
 from jaxpipe.core.schedule.lockstep import PLAIN, Lockstep
-from jaxpipe.core.schedule.placing import Grid, place
+from jaxpipe.core.schedule.placing import Grid, PlacedCells, place, place_cells
 
 _PACES = (2, 3)
 _GAIN = 1e-3  # relative gain that another candidate needs, since it has more ticks
@@ -34,27 +35,45 @@ def scan_starts(
 
     Raises `ScheduleError` where the schedule cannot finish, or sends to a rank not adjacent.
     """
-    grid = place(schedule, lockstep)
-    waits, meetings = scan_waits(schedule, grid, lockstep)
-    times = _cell_times(grid, costs)
-    return grid, cell_starts(times, waits, costs.transfer, lockstep.transfer_ticks, meetings)
+    return place(schedule, lockstep), _clock(schedule, costs, lockstep)[1]
+
+
+def scan_time(schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN) -> float:
+    """Return the time of the scan from first start to last end; raise as `scan_starts` does."""
+    return _end(*_clock(schedule, costs, lockstep))
+
+
+def _clock(schedule: Schedule, costs: Costs, lockstep: Lockstep) -> tuple[np.ndarray, np.ndarray]:
+    """Return the time and the start of every cell, `[T, P]` each."""
+    placed = place_cells(schedule, lockstep)
+    waits, meetings = scan_waits(schedule, placed, lockstep)
+    times = _cell_times(placed, schedule.pp, costs)
+    return times, cell_starts(times, waits, costs.transfer, lockstep.transfer_ticks, meetings)
 
 
 def scan_waits(
-    schedule: Schedule, grid: Grid, lockstep: Lockstep
+    schedule: Schedule, placed: PlacedCells, lockstep: Lockstep
 ) -> tuple[np.ndarray, Iterable[int]]:
-    """Return the arguments `neighbours` and `meetings` of `cell_starts` for a schedule's grid."""
-    routes = list_permute_pairs(schedule, lockstep.phases)
-    meetings: Iterable[int] = range(len(grid)) if lockstep.synchronizes_all else ()
+    """Return the arguments `neighbours` and `meetings` of `cell_starts` for a schedule's cells."""
+    meetings: Iterable[int] = range(placed.tick_count) if lockstep.synchronizes_all else ()
     if lockstep.vocab_parallel and not lockstep.synchronizes_all:
-        actions = ((t, a) for t, row in enumerate(grid) for cell in row for a in cell.actions)
+        ops = [
+            [(op.name, stage) for op, stage, _ in example.actions] for example in placed.examples
+        ]
         meetings = vocab_parallel_ticks(
-            ((t, op.name, stage) for t, (op, stage, _) in actions), schedule.stages
+            ((t, *op) for t, kind in zip(placed.ticks, placed.kinds) for op in ops[kind]),
+            schedule.stages,
         )
-    waits = np.stack([neighbour_ranks(of_turn, schedule.pp) for of_turn in routes])
     if schedule.updates:
+        grid = place(schedule, lockstep)
         meetings = [*meetings, *(1 + validation_ticks(schedule, grid, lockstep))]
-    return waits, meetings
+    return _neighbours(schedule, lockstep), meetings
+
+
+def _neighbours(schedule: Schedule, lockstep: Lockstep) -> np.ndarray:
+    """Return the ranks that each rank waits for, by phase, `[phases, 3, P]`."""
+    routes = list_permute_pairs(schedule, lockstep.phases)
+    return np.stack([neighbour_ranks(of_phase, schedule.pp) for of_phase in routes])
 
 
 def update_ticks(schedule: Schedule, grid: Grid) -> np.ndarray:
@@ -77,9 +96,9 @@ def validation_ticks(schedule: Schedule, grid: Grid, lockstep: Lockstep) -> np.n
     first, most = done.max(axis=1), np.append(done[1:].min(axis=1) - 1, len(grid) - 1)
     if lockstep.transfer_ticks == 1 or len(done) == 1:
         return first
-    shown = grid[: done[1].max() + 1]
-    waits = scan_waits(replace(schedule, updates=0), shown, lockstep)[0]
-    times = _cell_times(shown, Costs())
+    waits = _neighbours(schedule, lockstep)
+    times = _cell_times(place_cells(schedule, lockstep), schedule.pp, Costs())
+    times = times[: done[1].max() + 1]
 
     def end(later: int) -> float:
         starts = cell_starts(times, waits, 0.0, 2, [1 + min(first[0] + later, most[0])])
@@ -88,16 +107,12 @@ def validation_ticks(schedule: Schedule, grid: Grid, lockstep: Lockstep) -> np.n
     return np.minimum(first + min(range(schedule.pp + 1), key=end), most)
 
 
-def _cell_times(grid: Grid, costs: Costs) -> np.ndarray:
-    """Return the time of every cell, `[T, P]`."""
-    taking = memoize_cell_time(costs)
-    return np.array([[taking(cell) for cell in row] for row in grid])
-
-
-def scan_time(schedule: Schedule, costs: Costs, lockstep: Lockstep = PLAIN) -> float:
-    """Return the time of the scan from first start to last end; raise as `scan_starts` does."""
-    grid, starts = scan_starts(schedule, costs, lockstep)
-    return max(float(t) + costs.cell_time(cell) for t, cell in zip(starts[-1], grid[-1]))
+def _cell_times(placed: PlacedCells, pp: int, costs: Costs) -> np.ndarray:
+    """Return the time of every cell, `[T, P]`; 0 where a rank is idle."""
+    times = np.zeros((placed.tick_count, pp))
+    of_kind = np.array([costs.cell_time(cell) for cell in placed.examples])
+    times[np.asarray(placed.ticks), np.asarray(placed.ranks)] = of_kind[np.asarray(placed.kinds)]
+    return times
 
 
 def optimize_pace(
@@ -123,19 +138,56 @@ def optimize_pace(
     (2, True)
     """
     best = lockstep = replace(lockstep, every=1, offset=0, phases=1)
-    candidates = [replace(lockstep, transfer_ticks=1, phases=2)] if phased else []
+    paced, in_phases = [], []
     if lockstep.transfer_ticks == 2:
         paces = ((every, offset) for every in _PACES for offset in range(every))
-        candidates = [replace(lockstep, every=e, offset=o) for e, o in paces] + candidates
-    shortest = scan_time(schedule, costs, lockstep) if candidates else 0.0
-    for candidate in candidates:
-        try:
-            time = scan_time(schedule, costs, candidate)
-        except ScheduleError:  # no tick is open to all of a cell, or a rank has several stages
-            continue
+        paced = [replace(lockstep, every=e, offset=o) for e, o in paces]
+    if phased:
+        in_phases = [replace(lockstep, transfer_ticks=1, phases=2)]
+    if not (candidates := [*paced, *in_phases]):
+        return lockstep
+    shortest = scan_time(schedule, costs, lockstep)
+    times = [time for alike in (paced, in_phases) for time in _scan_times(schedule, costs, alike)]
+    for candidate, time in zip(candidates, times):
         if time < shortest * (1 - _GAIN):
             best, shortest = candidate, time
     return best
+
+
+def _scan_times(schedule: Schedule, costs: Costs, candidates: Sequence[Lockstep]) -> list[float]:
+    """Return `scan_time` of locksteps with the same transfers; infinity for those not possible.
+
+    Candidates whose ranks never all synchronize are columns of one clock: to compute a tick takes
+    as long for all of them as for one.
+    """
+    times: list[float] = []
+    clocks: dict[int, np.ndarray] = {}  # times of cells, by candidate
+    for number, lockstep in enumerate(candidates):
+        times.append(math.inf)
+        try:
+            placed = place_cells(schedule, lockstep)
+            waits, meetings = scan_waits(schedule, placed, lockstep)
+        except ScheduleError:  # no tick is open to all of a cell, or a rank has several stages
+            continue
+        of_cells = _cell_times(placed, schedule.pp, costs)
+        if meetings:
+            starts = cell_starts(of_cells, waits, costs.transfer, lockstep.transfer_ticks, meetings)
+            times[number] = _end(of_cells, starts)
+        else:
+            clocks[number] = of_cells
+    if clocks:
+        ticks, pp = max(map(len, clocks.values())), schedule.pp
+        every = [np.pad(of, ((0, ticks - len(of)), (0, 0))) for of in clocks.values()]
+        beside = np.concatenate([waits + pp * at for at in range(len(every))], axis=2)
+        starts = cell_starts(np.hstack(every), beside, costs.transfer, candidates[0].transfer_ticks)
+        for at, (number, of_cells) in enumerate(clocks.items()):
+            own = starts[: len(of_cells), at * pp : (at + 1) * pp]
+            times[number] = _end(of_cells, own)
+    return times
+
+
+def _end(times: np.ndarray, starts: np.ndarray) -> float:
+    return float((starts[-1] + times[-1]).max())
 
 
 def neighbour_ranks(pairs: PermutePairs, pp: int) -> np.ndarray:

@@ -4,12 +4,13 @@ Every model of time computes start times in one pass over this order: a cell sta
 previous cell of its rank has ended and its inputs from other ranks have arrived.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from jaxpipe.core.schedule.action import (
     Cell,
+    Op,
     Schedule,
     ScheduleError,
     Value,
@@ -38,46 +39,99 @@ def sort_topologically(schedule: Schedule) -> tuple[OrderedCell, ...]:
     [(0, 'F0@0', ()), (1, 'F0@1', (0,)), (1, 'BW0@1', ()), (0, 'BW0@0', (2,))]
     """
     line: list[OrderedCell] = []
-    computed: dict[Value, int] = {}  # value -> position of its cell in the line
-    waits: dict[Value, int] = {}  # value not computed yet -> the rank blocked on it
+    computed = [-1] * (2 * schedule.stages * schedule.microbatches)  # position in the line
+    waits: dict[int, int] = {}  # value not computed yet -> the rank blocked on it
+    queues = [list(numbered_values(order, schedule)) for order in schedule.ranks]
     positions = [0] * schedule.pp
     runnable = list(reversed(range(schedule.pp)))
     while runnable:
         rank = runnable.pop()
-        order = schedule.ranks[rank]
-        for position in range(positions[rank], len(order)):
-            cell = order[position]
-            needed = external_values(cell, schedule.stages)
-            missing = next((value for value in needed if value not in computed), None)
-            if missing is not None:
-                waits[missing] = rank
+        for cell, needed, produced in queues[rank][positions[rank] :]:
+            before = [computed[value] for value in needed]
+            if -1 in before:
+                waits[needed[before.index(-1)]] = rank
                 break
-            before = (computed[value] for value in needed)
-            for value in filter(None, map(produced_value, cell.actions)):
+            for value in produced:
                 computed[value] = len(line)
                 if value in waits:
                     runnable.append(waits.pop(value))
-            others = tuple(other for other in before if line[other].rank != rank)
+            others = tuple([other for other in before if line[other].rank != rank])
             line.append(OrderedCell(rank, cell, others))
             positions[rank] += 1
     if any(at < len(order) for at, order in zip(positions, schedule.ranks)):
-        raise ScheduleError(_deadlock(schedule, positions, computed))
+        raise ScheduleError(_deadlock(schedule, positions))
     return tuple(line)
 
 
-def _deadlock(schedule: Schedule, positions: Sequence[int], computed: Collection[Value]) -> str:
+def numbered_values(
+    cells: Iterable[Cell], schedule: Schedule
+) -> Iterator[tuple[Cell, list[int], list[int]]]:
+    """Yield each cell with the values that it waits for and those that it produces, as integers.
+
+    They are those of `external_values` and `produced_value`, which take many times as long: y of a
+    stage and microbatch is `stage * microbatches + microbatch`, dx `stages * microbatches` more.
+    """
+    microbatches = schedule.microbatches
+    to_dx = schedule.stages * microbatches
+    w, computes_dx = Op.W, (Op.B, Op.BW)
+    for cell in cells:
+        forward, gradient = cell[:2]
+        needed, produced, y = [], [], -1
+        if forward is not None:
+            y = forward[1] * microbatches + forward[2]
+            produced.append(y)
+            if y >= microbatches:
+                needed.append(y - microbatches)
+        if gradient is not None:
+            op, stage, microbatch = gradient
+            value = stage * microbatches + microbatch
+            if op in computes_dx:
+                produced.append(to_dx + value)
+                if value != y:
+                    needed.append(value)
+                if value < to_dx - microbatches:
+                    needed.append(to_dx + value + microbatches)
+            elif op is w:
+                needed.append(to_dx + value)
+        yield cell, needed, produced
+
+
+@lru_cache(maxsize=32)
+def cell_kinds(schedule: Schedule) -> tuple[list[int], list[Cell]]:
+    """Return the kind of every cell in topological order, and one cell of each kind.
+
+    Cells of a kind run the same ops of the same stages on microbatches that enter at the same rank,
+    so they take as long and have the same neighbours.
+    """
+    mirrored_from = schedule.placement.mirrored_from
+    border = schedule.microbatches if mirrored_from is None else mirrored_from
+    numbers: dict[tuple, int] = {}
+    examples: list[Cell] = []
+    kinds = []
+    for _, cell, _ in sort_topologically(schedule):
+        key = tuple([action and (action[0], action[1], action[2] >= border) for action in cell])
+        number = numbers.setdefault(key, len(examples))
+        if number == len(examples):
+            examples.append(cell)
+        kinds.append(number)
+    return kinds, examples
+
+
+def _deadlock(schedule: Schedule, positions: Sequence[int]) -> str:
     """Return why no rank can go on: a rank that waits for itself, or ranks that do in a circle.
 
     Args:
       schedule: with a deadlock.
       positions: of the cell at which each rank waits; the length of its order if it has finished.
-      computed: the values that were computed before.
     """
     producers = {
         value: (rank, position)
         for rank, order in enumerate(schedule.ranks)
         for position, cell in enumerate(order)
         for value in filter(None, map(produced_value, cell.actions))
+    }
+    computed = {
+        value for value, (rank, position) in producers.items() if position < positions[rank]
     }
 
     def missing(rank: int) -> list[Value]:

@@ -267,7 +267,7 @@ class LayoutSearch:
                 continue
             plan, scan = timed[key]
             config = self.space.stored_as(plan.config, one)
-            size = rank_bytes(config, plan.layout, plan.tables).total
+            size = rank_bytes(config, plan.layout, plan.buffers).total
             result.note(size, config)
             if size <= self.usable:
                 seconds = float(f"{scan + update_seconds(config, plan.layout, plan.seconds):.9g}")

@@ -73,7 +73,7 @@ class Estimate:
     @property
     def live(self) -> int:
         """Most live (microbatch, stage) pairs on any rank."""
-        return self.plan.tables.slots.for_w
+        return self.plan.buffers.slots.for_w
 
     @property
     def seconds(self) -> float:
@@ -196,7 +196,7 @@ def gain_over(own: Estimate, fastest: Estimate, memory: float, name: str = "") -
 def estimate(plan: RunPlan, seconds: OpSeconds | None = None) -> Estimate:
     """Simulate a plan, with `seconds` in place of its own."""
     plan = dataclasses.replace(plan, seconds=seconds or plan.seconds)
-    seconds, tables = plan.seconds, plan.tables
+    seconds, buffers = plan.seconds, plan.buffers
     report = _simulated(plan)
 
     def more_than_with(**other: object) -> float:
@@ -211,7 +211,7 @@ def estimate(plan: RunPlan, seconds: OpSeconds | None = None) -> Estimate:
         plan,
         report,
         plan.memory,
-        tables.ticks * len(tables.lanes) * message + mirrored,
+        buffers.ticks * len(buffers.lanes) * message + mirrored,
         seconds.sending(mirrored, message),
         update_seconds(plan.config, plan.layout, seconds),
         more_than_with(copies=NO_COPIES),

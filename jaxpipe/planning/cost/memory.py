@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.config import Config
-from jaxpipe.core.schedule import Placement, Tables
+from jaxpipe.core.schedule import Op, Placement, ScanBuffers
 from jaxpipe.planning.cost.costs import (
     ITEMSIZE,
     LayerCosts,
@@ -59,11 +59,11 @@ class RankBytes:
         return sum(asdict(self).values()) - self.host
 
 
-def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> RankBytes:
-    """Return the bytes of a device under a schedule with these stages, lowered to `tables`.
+def rank_bytes(config: Config, layout: "StageLayout", buffers: ScanBuffers | None) -> RankBytes:
+    """Return the bytes of a device under a schedule with these stages, in the scan.
 
-    With None for `tables`, activations count as 0, and the working set is that of the head or of an
-    op of one layer: no order has less.
+    With None for `buffers`, activations count as 0, and the working set is that of the head or of
+    an op of one layer: no order has less.
     """
     train, parallel = config.train, config.parallel
     item, costs = ITEMSIZE[train.compute_dtype], costs_of(config)
@@ -86,9 +86,9 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
         read += frozen.gathered + frozen.full * mirrored
     logits = logits_of(config)
     activations = host = 0
-    if tables is not None:
-        rings = _rings(config, layout, tables)
-        activations = rings.device + _messages(costs, tables) + tables.slots.head * logits * item
+    if buffers is not None:
+        rings = _rings(config, layout, buffers)
+        activations = rings.device + _messages(costs, buffers) + buffers.slots.head * logits * item
         host = rings.host
     moments = trained.moments + embed_head.moments
     return RankBytes(
@@ -99,7 +99,7 @@ def rank_bytes(config: Config, layout: "StageLayout", tables: Tables | None) -> 
         * (sums * (1 + mirrored) + embed_head.full + of_layers * embed_head.of_layers),
         copies=item * read,
         activations=activations,
-        working=_working(config, layout, tables),
+        working=_working(config, layout, buffers),
         host=host + train.offload_moments * moments,
         kept=overlaps * (FLOAT32 * trained.shard + embed_head.of_rank + frozen_embed_head.of_rank),
     )
@@ -113,7 +113,7 @@ def logits_of(config: Config) -> int:
     return tokens // train.loss_chunks * vocabulary
 
 
-def _working(config: Config, layout: "StageLayout", tables: Tables | None) -> int:
+def _working(config: Config, layout: "StageLayout", buffers: ScanBuffers | None) -> int:
     """Bytes of the cell that holds most, beside what is stored.
 
     XLA may write the results of a layer to ring buffers while the next layer runs, but no later
@@ -123,7 +123,7 @@ def _working(config: Config, layout: "StageLayout", tables: Tables | None) -> in
     before may run.
     """
     costs = costs_of(config)
-    if tables is None:
+    if buffers is None:
         kinds = [costs.kinds[kind].working for kind in {*layout.slot_kinds}]
         return max(costs.head_bytes, *(kind[op].peak for kind in kinds for op in "FBW"))
     of_rings = ring_costs(config, layout)
@@ -138,16 +138,15 @@ def _working(config: Config, layout: "StageLayout", tables: Tables | None) -> in
         return max(of_chunk(op, rings) for rings in chunks if rings)
 
     alone = max(map(len, layout.chunk_kinds)) == 1
-    pairs = [largest("F") + largest("B" if alone else pair.op.name) for pair in tables.pairs]
-    ops = {"F", *(op.name for op, _ in tables.gradients), *(pair.op.name for pair in tables.pairs)}
-    ops |= {"R"} if tables.recomputations else set()
+    pairs = [largest("F") + largest("B" if alone else pair.op.name) for pair in buffers.pairs]
+    ops = {op.name for op in buffers.ops if op is not Op.U}
     return max(costs.head_bytes, *map(largest, ops), *pairs)
 
 
-def _messages(costs: ModelCosts, tables: Tables) -> int:
+def _messages(costs: ModelCosts, buffers: ScanBuffers) -> int:
     """Bytes of messages that are queued or in transit."""
-    slots = tables.slots
-    both_ways = len(tables.lanes) * (tables.lockstep.transfer_ticks == 2)
+    slots = buffers.slots
+    both_ways = len(buffers.lanes) * (buffers.lockstep.transfer_ticks == 2)
     messages = slots.inbox + 1 + 2 + both_ways  # queued; computed last; in transit
     waits = slots.head + slots.embed + bool(slots.embed)  # for deferred gradients of embed_head
     return (messages + waits) * costs.message
@@ -160,21 +159,21 @@ class RingBytes(NamedTuple):
     host: int
 
 
-def _rings(config: Config, layout: "StageLayout", tables: Tables) -> RingBytes:
+def _rings(config: Config, layout: "StageLayout", buffers: ScanBuffers) -> RingBytes:
     """Bytes of the ring buffers of a rank's layers, on the device and on its host."""
-    away, slots = layout.first_ring_slots(config.train.offload_layers), tables.slots
+    away, slots = layout.first_ring_slots(config.train.offload_layers), buffers.slots
     every, device, host = ring_costs(config, layout), 0, 0
     kinds = {id(kind): kind for kind in every}
     alike = Counter((id(kind), ring in away) for ring, kind in enumerate(every))
     for (number, on_host), count in alike.items():
         kind = kinds[number]
-        ring = ring_bytes(kind, tables, on_host=on_host)
+        ring = ring_bytes(kind, buffers, on_host=on_host)
         device += count * (ring.device + (slots.state + slots.dstate) * kind.state)
         host += count * ring.host
     return RingBytes(device, host)
 
 
-def ring_bytes(kind: LayerCosts, tables: Tables, *, on_host: bool = False) -> RingBytes:
+def ring_bytes(kind: LayerCosts, buffers: ScanBuffers, *, on_host: bool = False) -> RingBytes:
     """Bytes of the ring buffers of one layer's residuals and W stash, as long as any rank needs.
 
     `on_host`: whether its residuals are offloaded.
@@ -184,10 +183,11 @@ def ring_bytes(kind: LayerCosts, tables: Tables, *, on_host: bool = False) -> Ri
 
     waits = kind.waits
     residuals = Residuals(waits["for_b"], waits["for_w"], waits["for_r"])
+    separate = bool(buffers.pairs) or on_host
     with_residuals, stash = (
         sum(length * size_of([value])
-            for value, length in ring_lengths(uses, tables.rank_slots).items())
-        for uses in values_by_use(residuals, waits["stash"], separate=bool(tables.pairs) or on_host)
+            for value, length in ring_lengths(uses, buffers.rank_slots).items())
+        for uses in values_by_use(residuals, waits["stash"], separate=separate)
     )  # fmt: skip
     return RingBytes(stash, with_residuals) if on_host else RingBytes(with_residuals + stash, 0)
 

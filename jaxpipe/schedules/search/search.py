@@ -39,6 +39,7 @@ _WALKS = 5  # local searches, from the best starting points with distinct scores
 # Shares of `effort`; they add up to more than 1, as a move costs a fifth of a list schedule.
 _STARTS, _CHANGES, _MOVES, _POLISH = 0.3, 0.2, 1.5, 0.5
 _SCANS = 0.5  # share of `effort` for moves that are scored by the time of the scan
+_FEW_MOVES = 10  # that gain less than the replay to find the longest path costs
 _DISTANCES = (1, 1, 1, 2, 3, 4, 6)
 
 
@@ -201,6 +202,8 @@ def _move_steps(
     problem: SearchProblem, score: Score, orders: Orders, evaluations: int, dice: random.Random
 ) -> tuple[Score, Orders]:
     """Move steps of the longest path within their rank; return the new score and orders."""
+    if evaluations < _FEW_MOVES:
+        return score, orders
     orders = list(orders)
     start = problem.replay(orders)
     assert start is not None  # orders without a deadlock

@@ -17,7 +17,7 @@ from jaxpipe.core.schedule.action import Cell, Schedule
 from jaxpipe.core.schedule.cells import Costs
 from jaxpipe.core.schedule.lanes import list_permute_pairs
 from jaxpipe.core.schedule.lockstep import Lockstep
-from jaxpipe.core.schedule.placing import Grid
+from jaxpipe.core.schedule.placing import Grid, place_cells
 from jaxpipe.core.schedule.scan import cell_starts, scan_waits
 from jaxpipe.schedules.timing.recording import Tick
 
@@ -160,7 +160,9 @@ class MeasuredScan:
         for pair, seconds in links.items():
             for rank in pair:
                 transfer[rank] = max(transfer[rank], seconds)
-        waits, meetings = scan_waits(self.schedule, self.grid, self.lockstep)
+        waits, meetings = scan_waits(
+            self.schedule, place_cells(self.schedule, self.lockstep), self.lockstep
+        )
         # The permute of the first tick already waits for ranks that start late.
         before = np.zeros((self.lockstep.phases, self.schedule.pp))
         before[-1] = late

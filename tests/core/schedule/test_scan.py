@@ -1,5 +1,7 @@
 """The scan's clock against event simulation, and by hand."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -128,3 +130,14 @@ def test_turns_are_taken_only_where_they_gain():
 def test_nothing_is_paced_where_it_gains_nothing():
     schedule = build("gpipe", pp=4, microbatches=8)
     assert optimize_pace(schedule, Costs(), Lockstep(2)) == Lockstep(2)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b", "zbv"])
+@pytest.mark.parametrize("vocab_parallel", [False, True])
+def test_the_pace_is_that_of_the_shortest_scan(name, vocab_parallel):
+    schedule, costs = near(name, 4, 16, 2), Costs(1, 1.15, 0.85, transfer=0.05)
+    plain = Lockstep(2, vocab_parallel=vocab_parallel)
+    paces = [replace(plain, every=e, offset=o) for e in (1, 2, 3) for o in range(e)]
+    best = min(scan_time(schedule, costs, pace) for pace in paces)
+    chosen = scan_time(schedule, costs, optimize_pace(schedule, costs, plain))
+    assert best <= chosen <= best * (1 + 1e-3)
