@@ -32,7 +32,7 @@ class LatentAttention(nnx.Module):
     Devices that share a sequence exchange what keys and values are made of, and slices cache it: R
     + P values per token in place of H (K + V). Keys and values of all tokens so far are made again
     in every slice, and in its B, for one block of them at a time where attention runs in blocks; a
-    slice of one token, as in generation, makes none (`_absorb`). Devices that exchange heads pass
+    slice of one token, as in generation, makes none (`absorb`). Devices that exchange heads pass
     on keys and values.
     """
 
@@ -58,35 +58,48 @@ class LatentAttention(nnx.Module):
         self, x_BLD: jax.Array, positions_BL: jax.Array, given: LayerInputs
     ) -> tuple[jax.Array, Cache | None]:
         """Mix tokens: `[B, L, D] -> [B, L, D]`; the positions are those of all L tokens."""
-        config, devices = self.config, self.devices
-        x_BLD = devices.enter(x_BLD)
-        q_BLX, latent_BLX = self._project(x_BLD, given.dot)
+        x_BLD = self.devices.enter(x_BLD)
+        q_BLHK, parts, _ = self.operands(x_BLD, positions_BL, given.dot)
+        latents = Keys(parts, partial(self._expand, given.dot))
+        if self._absorbs(given, q_BLHK.shape[1]):
+            keys = latents._replace(make=shared_by_heads)
+            weights_RHX, nope = self.expansions(q_BLHK), self.config.qk_nope_head_dim
+            mixed_BLHR, cache = self.attend(absorb(nope, q_BLHK, weights_RHX), keys, given)
+            mixed_BLHV = to_values(nope, mixed_BLHR, weights_RHX)
+        else:
+            keys = latents._replace(by_block=given.dot.adds_up)
+            mixed_BLHV, cache = self.attend(q_BLHK, keys, given)
+        return self.output(mixed_BLHV, given.dot), cache
+
+    def operands(
+        self, x_BLD: jax.Array, positions_BL: jax.Array, dot: Dot
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array | None]:
+        """Queries `[B, L, H, K]`; latents and rotated keys, `[B, L, 1, R]` and `[B, L, 1, P]`.
+
+        The third is the latent from which queries are computed, `[B, L, R]`; None without one.
+        """
+        config = self.config
+        query_BLR, q_BLX, latent_BLX = self._project(x_BLD, dot)
         q_BLHK = self._heads(q_BLX, config.head_size)
         latent_BLR, key_BLP = jnp.split(latent_BLX, [config.kv_lora_rank], axis=-1)
         latent_BL1R = self.kv_norm(latent_BLR)[:, :, None]
         key_BL1P = rotary(key_BLP[:, :, None], positions_BL, config)
-        q_BLHK = self._rotated_queries(q_BLHK, positions_BL)
-        latents = Keys((latent_BL1R, key_BL1P), partial(self._expand, given.dot))
-        if self._absorbs(given, q_BLHK.shape[1]):
-            keys = latents._replace(make=lambda latent, key: (_joined(latent, key), latent))
-            mixed_BLHR, cache = self.attend(self._absorb(q_BLHK), keys, given)
-            _, to_values_RHV = self._expansions(mixed_BLHR)
-            mixed_BLHV = jnp.einsum("blhr,rhv->blhv", mixed_BLHR, to_values_RHV)
-        else:
-            keys = latents._replace(by_block=given.dot.adds_up)
-            mixed_BLHV, cache = self.attend(q_BLHK, keys, given)
-        mixed_BLX = mixed_BLHV.reshape(*x_BLD.shape[:2], -1)
-        (made_BLD,) = given.dot(mixed_BLX, wo=self.wo[...])
-        return devices.leave(made_BLD), cache
+        return self._rotated_queries(q_BLHK, positions_BL), (latent_BL1R, key_BL1P), query_BLR
 
-    def _project(self, x_BLD: jax.Array, dot: Dot) -> tuple[jax.Array, jax.Array]:
-        """Queries of all heads, and the latent of keys and values beside the rotated keys."""
+    def output(self, mixed_BLHV: jax.Array, dot: Dot) -> jax.Array:
+        """What attention adds to the stream, `[B, L, D]`."""
+        (made_BLD,) = dot(mixed_BLHV.reshape(*mixed_BLHV.shape[:2], -1), wo=self.wo[...])
+        return self.devices.leave(made_BLD)
+
+    def _project(self, x_BLD: jax.Array, dot: Dot) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+        """Latent of queries, queries of all heads, latent of keys and values with rotated keys."""
         wkv_a = self.wkv_a[...]
         if not self.config.q_lora_rank:
-            return dot(x_BLD, wq=self.wq[...], wkv_a=wkv_a)
+            return None, *dot(x_BLD, wq=self.wq[...], wkv_a=wkv_a)
         query_BLR, latent_BLX = dot(x_BLD, wq_a=self.wq_a[...], wkv_a=wkv_a)
-        (q_BLX,) = dot(self.q_norm(query_BLR), wq_b=self.wq_b[...])
-        return q_BLX, latent_BLX
+        query_BLR = self.q_norm(query_BLR)
+        (q_BLX,) = dot(query_BLR, wq_b=self.wq_b[...])
+        return query_BLR, q_BLX, latent_BLX
 
     def _expand(
         self, dot: Dot, latent_BS1R: jax.Array, key_BS1P: jax.Array
@@ -103,23 +116,11 @@ class LatentAttention(nnx.Module):
         one = given.cache is not None and length == 1
         return one and given.dot == PLAIN_DOT and self.config.attention == "xla"
 
-    def _absorb(self, q_BLHK: jax.Array) -> jax.Array:
-        """Queries whose products with latents and rotated keys are those with expanded keys.
-
-        Every head then reads the same R + P values of a token as its key, and R of them as its
-        value (the paper, section 2.1.2). Scores are divided by the square root of this width.
-        """
-        query_BLHN, query_BLHP = jnp.split(q_BLHK, [self.config.qk_nope_head_dim], axis=-1)
-        to_keys_RHN, _ = self._expansions(q_BLHK)
-        query_BLHX = _joined(jnp.einsum("blhn,rhn->blhr", query_BLHN, to_keys_RHN), query_BLHP)
-        return scale(query_BLHX, (query_BLHX.shape[-1] / q_BLHK.shape[-1]) ** 0.5)
-
-    def _expansions(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The weights that make keys and values of latents, `[R, H, N]`, `[R, H, V]`, as x is."""
-        nope, config = self.config.qk_nope_head_dim, self.config
+    def expansions(self, x: jax.Array) -> jax.Array:
+        """The weights that make keys and values of latents, `[R, H, N + V]` in x's dtype."""
+        width = self.config.qk_nope_head_dim + self.config.v_head_dim
         wkv_b_RX = self.wkv_b[...].astype(x.dtype)
-        wkv_b_RHX = wkv_b_RX.reshape(len(wkv_b_RX), -1, nope + config.v_head_dim)
-        return tuple(jnp.split(wkv_b_RHX, [nope], axis=-1))
+        return wkv_b_RX.reshape(len(wkv_b_RX), -1, width)
 
     def _rotated_queries(self, q_BLHK: jax.Array, positions_BL: jax.Array) -> jax.Array:
         """Queries with rotated part, times `score_scale`, which attention's kernels do not have."""
@@ -130,6 +131,28 @@ class LatentAttention(nnx.Module):
 
     def _heads(self, x_BLX: jax.Array, width: int) -> jax.Array:
         return x_BLX.reshape(*x_BLX.shape[:2], -1, width)
+
+
+def absorb(nope: int, q_BLHK: jax.Array, weights_RHX: jax.Array) -> jax.Array:
+    """Queries whose products with latents and rotated keys are those with expanded keys.
+
+    Every head then reads the same R + P values of a token as its key, and R of them as its value
+    (the paper, section 2.1.2). Scores are divided by the square root of this width. `nope` is N.
+    """
+    query_BLHN, query_BLHP = jnp.split(q_BLHK, [nope], axis=-1)
+    to_keys_RHN = weights_RHX[..., :nope]
+    query_BLHX = _joined(jnp.einsum("blhn,rhn->blhr", query_BLHN, to_keys_RHN), query_BLHP)
+    return scale(query_BLHX, (query_BLHX.shape[-1] / q_BLHK.shape[-1]) ** 0.5)
+
+
+def to_values(nope: int, mixed_BLHR: jax.Array, weights_RHX: jax.Array) -> jax.Array:
+    """Values of mixed latents, `[B, L, H, V]`."""
+    return jnp.einsum("blhr,rhv->blhv", mixed_BLHR, weights_RHX[..., nope:])
+
+
+def shared_by_heads(latent_BS1R: jax.Array, key_BS1P: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Key and value of all heads, as absorbed queries read them."""
+    return _joined(latent_BS1R, key_BS1P), latent_BS1R
 
 
 def _joined(*parts: jax.Array) -> jax.Array:

@@ -186,6 +186,13 @@ class LlamaLayer(nnx.Module):
     ) -> LayerOutput:
         """`[B, L, D] -> [B, L, D]`, and with slices the keys and values up to the slice's end."""
         mixed_BLD, cache = self.attn(self.attn_norm(x_BLD), positions_BL, given)
+        y_BLD, aux = self.after_attention(x_BLD, mixed_BLD, context, given)
+        return append_cache(y_BLD, cache, aux)
+
+    def after_attention(
+        self, x_BLD: jax.Array, mixed_BLD: jax.Array, context: Context, given: LayerInputs
+    ) -> tuple[jax.Array, Aux]:
+        """Add to the stream what attention returned, then the MLP's or the experts' output."""
         x_BLD = x_BLD + given.masks.stream(self.attn_post_norm(mixed_BLD), "attention")
         normed_BLD, aux = self.mlp_norm(x_BLD), Aux()
         if self.is_sparse:
@@ -193,7 +200,7 @@ class LlamaLayer(nnx.Module):
         else:
             made_BLD = self.mlp(normed_BLD, given.dot)
         made_BLD = self.mlp_post_norm(made_BLD)
-        return append_cache(x_BLD + given.masks.stream(made_BLD, "mlp"), cache, aux)
+        return x_BLD + given.masks.stream(made_BLD, "mlp"), aux
 
 
 def _as_it_is(x_BLD: jax.Array) -> jax.Array:

@@ -65,17 +65,24 @@ def _yarn_bounds(config: RotaryConfig, width: int) -> tuple[float, float]:
     return first, last if last != first else first + 0.001  # as transformers avoids 0 / 0
 
 
-def rotary(x_BLHK: jax.Array, positions_BL: jax.Array, config: RotaryConfig) -> jax.Array:
+def rotary(
+    x_BLHK: jax.Array,
+    positions_BL: jax.Array,
+    config: RotaryConfig,
+    neighbours: bool | None = None,
+) -> jax.Array:
     """Rotate pairs of dims of each head by position (Su et al. 2021).
 
     The first `config.rotary_size` dims of a head rotate, the rest stays as it is. Pair number i
     rotates by position times its frequency, and is multiplied by `config.rotary_scale`. It is (i, i
-    + K/2), the halves of these dims; with `rotates_neighbours` it is (2i, 2i+1), and comes out at
-    (i, i + K/2), which scores do not see if queries and keys both do.
+    + K/2), the halves of these dims; with `neighbours` it is (2i, 2i+1), and comes out at (i, i + K/2),
+    which scores do not see if queries and keys both do. None: as the architecture says.
     """
+    neighbours = config.VARIANT.rotates_neighbours if neighbours is None else neighbours
     if config.rotary_size < x_BLHK.shape[-1]:
         x_BLHK, rest = jnp.split(x_BLHK, [config.rotary_size], axis=-1)
-        return jnp.concatenate([rotary(x_BLHK, positions_BL, config), rest], axis=-1)
+        rotated = rotary(x_BLHK, positions_BL, config, neighbours)
+        return jnp.concatenate([rotated, rest], axis=-1)
     wide = jnp.promote_types(x_BLHK.dtype, jnp.float32)
     frequency_K = rotary_frequencies(config, x_BLHK.shape[-1], wide)
     angle_BLK = positions_BL[..., None].astype(wide) * frequency_K[None, None]
@@ -83,7 +90,7 @@ def rotary(x_BLHK: jax.Array, positions_BL: jax.Array, config: RotaryConfig) -> 
     if config.rotary_scale != 1:
         cos, sin = config.rotary_scale * cos, config.rotary_scale * sin
     wide_BLHK = x_BLHK.astype(wide)
-    if config.VARIANT.rotates_neighbours:
+    if neighbours:
         first, second = wide_BLHK[..., 0::2], wide_BLHK[..., 1::2]
     else:
         first, second = jnp.split(wide_BLHK, 2, axis=-1)
