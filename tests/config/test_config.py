@@ -107,6 +107,7 @@ PARAMETERS = {
     "qwen3_debugmodel": 31_987_968,
     "deepseek_v2_lite": 15_706_484_224,
     "deepseek_v3": 671_026_419_200 - 58 * 256,  # published with the biases of its routers
+    "deepseek_v3.2": 671_026_404_352 + 61 * (1536 * 64 * 128 + 7168 * (128 + 64) + 2 * 128),
     "kimi_k2": 1_026_408_232_448 - 60 * 384,
     "gpt2": 124_439_808,
     "gpt2_medium": 354_823_168,
@@ -127,6 +128,7 @@ ACTIVE = {
     "minimax_m2": 11_030_537_216,
     "deepseek_v2_lite": 2_661_150_208,
     "deepseek_v3": 37_552_282_624,
+    "deepseek_v3.2": 38_403_807_488,
     "kimi_k2": 32_861_477_888,
 }
 

@@ -10,9 +10,11 @@ from inference.test_generate import generator, greedy
 from outside.test_deepseek import made_by_transformers
 
 
+@pytest.mark.parametrize("name", ["v3", "v32"])
 @pytest.mark.parametrize("overrides", ["", pytest.param("parallel.tp=2", marks=pytest.mark.slow)])
-def test_greedy_tokens_are_those_of_transformers(tmp_path, overrides):
-    theirs = made_by_transformers("v3")
+def test_greedy_tokens_are_those_of_transformers(tmp_path, name, overrides):
+    """The second caches its indexer's keys, too, and has longer prompts than keys to choose."""
+    theirs = made_by_transformers(name)
     theirs.save_pretrained(tmp_path)
     prompts = [np.random.default_rng(0).integers(0, 96, n).tolist() for n in (21, 3)]
     made = generator(tmp_path, *overrides.split()).generate(prompts, 16, lambda *_: False)

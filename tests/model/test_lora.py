@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from compare import assert_same, assert_within, relative
 from draws import draw
+from msgspec import structs
 
 from jaxpipe.core.contract.devices import ONE_DEVICE
 from jaxpipe.core.executor import Execution, Pipeline, losses_and_gradients_ref
@@ -50,6 +51,8 @@ MODELS = {
     ),
     "capacity": LlamaConfig(**SIZES, **SPARSE, capacity_factor=1.5),
 }
+INDEXER = {"index_topk": 3, "index_n_heads": 2, "index_head_dim": 8}
+MODELS["indexed"] = structs.replace(MODELS["latent"], **INDEXER)
 MICROBATCHES, EXAMPLES, LENGTH = 4, 4, 8
 FEW = ("wq", "w_down")
 
@@ -212,7 +215,8 @@ def test_dropout_is_the_same_on_every_mesh():
 @pytest.mark.parametrize(
     ("model", "adapters", "how", "sentence"),
     [
-        ("llama", Adapters(2, 2.0, ("wz",)), {}, "lora.targets has 'wz', but the weights"),
+        ("llama", Adapters(2, 2.0, ("wz",)), {}, "lora.targets has 'wz', or is left out for all"),
+        ("indexed", Adapters(2, 2.0), {}, "lora.targets has 'weights', or is left out for all"),
         ("experts", Adapters(2, 2.0, dropout=0.1), {}, "the inputs of experts have no positions"),
         (
             "llama", Adapters(2, 2.0), {"devices": TensorParallel(4)},

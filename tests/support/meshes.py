@@ -58,6 +58,7 @@ LATENT = {
     "rope_mscale_all_dim": 1.0, "rope_original_positions": 16, "rope_theta": 100.0,
     "rope_beta_fast": 2.0, "rope_beta_slow": 0.5,
 }  # fmt: skip
+INDEXED = LATENT | {"index_topk": 3, "index_n_heads": 8, "index_head_dim": 6}
 MODELS = {
     "grouped": LlamaConfig(**SIZES, n_kv_heads=2),
     "biased": LlamaConfig(**SIZES, n_kv_heads=2, qkv_bias=True),
@@ -90,6 +91,11 @@ MODELS = {
     "latent": DeepseekConfig(family="deepseek", **SIZES, **LATENT),
     "latent_fused": DeepseekConfig(family="deepseek", **SIZES, **LATENT, attention="cudnn"),
     "packed_latent": DeepseekConfig(family="deepseek", **SIZES, **LATENT | {"q_lora_rank": 0}),
+    "indexed": DeepseekConfig(family="deepseek", **SIZES, **INDEXED, index_loss=0.5),
+    "warming": DeepseekConfig(family="deepseek", **SIZES, **INDEXED, index_warmup=True),
+    "packed_indexed": DeepseekConfig(
+        family="deepseek", **SIZES | {"n_layers": 3}, **INDEXED, **MIXTURE, mtp_depth=1
+    ),
     "ahead": DeepseekConfig(
         family="deepseek", **SIZES | {"n_layers": 3}, **LATENT, mtp_depth=1, mtp_weight=0.3
     ),

@@ -212,7 +212,7 @@ def build(name):
 # Of a family whose files have experts as separate tensors: where they are, and their names.
 _EXPERT_NAMES = {
     **dict.fromkeys(
-        ("qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"),
+        ("qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe"),
         ("mlp", ("gate_proj", "up_proj", "down_proj")),
     ),
     **dict.fromkeys(("mixtral", "minimax_m2"), ("block_sparse_moe", ("w1", "w3", "w2"))),

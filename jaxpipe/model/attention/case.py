@@ -66,6 +66,25 @@ def xla_supports(case: AttentionCase) -> str | None:
     return None
 
 
+def indexed_supports(case: AttentionCase) -> str | None:
+    """None, or a sentence that says why attention to chosen keys does not compute the case.
+
+    `model.index_topk` needs `parallel.cp_method='gather'`, if `parallel.cp` is above 1, and
+    excludes `model.attention_dropout`.
+    """
+    if case.sequence.heads and case.sequence.size > 1:
+        return (
+            "model.index_topk chooses among all keys of a sequence, which do not go round a ring "
+            "and have no heads to exchange: set parallel.cp_method=gather."
+        )
+    if case.dropout:
+        return (
+            f"model.attention_dropout={case.dropout} drops probabilities, which the indexer "
+            f"of model.index_topk learns: set model.attention_dropout=0."
+        )
+    return None
+
+
 def cudnn_supports(case: AttentionCase) -> str | None:
     """None, or a sentence that says why cuDNN's kernel does not compute the case.
 

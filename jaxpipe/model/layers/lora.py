@@ -101,13 +101,12 @@ class LoraDecoder:
     adapters: Adapters
 
     def __post_init__(self) -> None:
-        known = {
-            product_of(path) for path, _ in self._every_path(replace(self.adapters, targets=()))
-        }
-        if unknown := [name for name in self.adapters.targets if name not in known]:
+        chosen = [product_of(path) for path, _ in self._every_path(self.adapters)]
+        known = self.base.products
+        if unknown := [name for name in (*self.adapters.targets, *chosen) if name not in known]:
             raise ValueError(
-                f"lora.targets has {unknown[0]!r}, but the weights of the layers are "
-                f"{', '.join(sorted(known))}: name some of these, or leave it out for all."
+                f"lora.targets has {unknown[0]!r}, or is left out for all, but the products of the "
+                f"layers are those of {', '.join(sorted(known))}: name some of these."
             )
         for kind in self.base.kinds:
             names = [product_of(path) for path, _ in self.adapters.paths(self.base.leaves[kind])]

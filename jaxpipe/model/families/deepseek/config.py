@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Self
 from msgspec import Meta
 from msgspec.structs import replace
 
+from jaxpipe.model.attention.case import AttentionCase, indexed_supports
 from jaxpipe.model.decoder_config import PositiveFloat
 from jaxpipe.model.family import Count, Positive
 from jaxpipe.model.layers.moe.config import NotNegative
@@ -37,6 +38,17 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
     # at each depth (DeepSeek-V3 report, equations 24 and 25)
     mtp_weight: NotNegative = 0.1
 
+    # keys that each query attends to, which an indexer in every layer chooses (DeepSeek-V3.2);
+    # 0: all, and no layer has an indexer
+    index_topk: Count = 0
+    index_n_heads: Count = 0  # heads of the indexer
+    index_head_dim: Count = 0  # width of the indexer's heads
+    # weight of the indexer's loss, the divergence of its scores from attention's probabilities:
+    # its mean over tokens, summed over layers. Nothing else trains the indexer; 0: it is frozen
+    index_loss: NotNegative = 1.0
+    # train the indexer alone, beside attention to all keys: all other parameters are frozen
+    index_warmup: bool = False
+
     VARIANT: ClassVar[Variant] = Variant(rotates_neighbours=True)
 
     @property
@@ -55,8 +67,9 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
         return self.qk_rope_head_dim
 
     def for_inference(self, *, dropless: bool = True) -> Self:
-        """The same model without the prediction of further tokens; see `ModelConfig`."""
-        return replace(super().for_inference(dropless=dropless), mtp_depth=0)
+        """The same model without predictions of further tokens and the indexer's loss."""
+        loss = 0.0 if self.index_topk and not self.index_warmup else self.index_loss
+        return replace(super().for_inference(dropless=dropless), mtp_depth=0, index_loss=loss)
 
     @property
     def tokens_ahead(self) -> int:
@@ -113,23 +126,38 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
         queries = heads * self.head_size
         q = self.q_lora_rank * (d + queries) if self.q_lora_rank else d * queries
         k_and_v = latent * heads * (self.qk_nope_head_dim + self.v_head_dim)
-        return q + d * (latent + self.qk_rope_head_dim) + k_and_v + heads * self.v_head_dim * d
+        keys = d * (latent + self.qk_rope_head_dim)
+        return q + keys + k_and_v + heads * self.v_head_dim * d + self._index_matrices()
+
+    def _index_matrices(self) -> int:
+        """Number of parameters of the matrices of a layer's indexer."""
+        heads, width = self.index_n_heads, self.index_head_dim
+        return self.q_lora_rank * heads * width + self.d_model * (heads + width)
 
     def _vectors(self) -> int:
         """Number of parameters of all norms."""
-        layer = 2 * self.d_model + self.q_lora_rank + self.kv_lora_rank
+        layer = 2 * self.d_model + self.q_lora_rank + self.kv_lora_rank + 2 * self.index_head_dim
         return self.blocks * layer + (1 + 3 * self.mtp_depth) * self.d_model
 
     def flops_per_token(self, seq_len: int) -> int:
         """6 per matrix parameter, and 6 L H S times the widths of a key and a value.
 
         The embedding look-up is free, and of routed experts only those a token chooses count. The
-        head multiplies once more for every further token.
+        head multiplies once more for every further token. With an indexer S are the chosen keys,
+        for which it adds 6 I E, and 2 I E for all others, whose scores have no gradient; before its
+        warm-up ends S are all keys.
         """
         head = self.vocab_size * self.d_model
         embedding = 0 if self.tie_embeddings else head
         matrices = self.active_parameter_count() - self._vectors() - embedding
-        return self.flops_of(matrices + self.mtp_depth * head, keys=seq_len)
+        keys = self.attended_keys(seq_len)
+        index = 2 * self.index_n_heads * self.index_head_dim * (seq_len + 2 * keys)
+        return self.flops_of(matrices + self.mtp_depth * head, keys=keys) + self.blocks * index
+
+    def attended_keys(self, seq_len: int) -> int:
+        """Number of keys of a query that all may see, of which it attends to the chosen ones."""
+        is_limited = self.index_topk and not self.index_warmup
+        return min(self.index_topk, seq_len) if is_limited else seq_len
 
     def part(self, tp: int) -> Self:
         """A model whose full layers have the sizes of one device's shards under `tp`."""
@@ -171,3 +199,65 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
         yield from self.resolved().unequal_parts(tp)
         yield from self.broken_mixture_rules(tp)
         yield from self.broken_rotary_rules()
+        yield from self._broken_index_rules()
+
+    def _broken_index_rules(self) -> Iterator[str]:
+        """Yield a sentence for every rule that the sizes of the indexer break.
+
+        `model.index_topk`, `model.index_n_heads` and `model.index_head_dim` must all be given, or
+        none of them.
+
+        `model.index_topk` needs `model.q_lora_rank`, and `model.index_head_dim` of at least
+        `model.qk_rope_head_dim`.
+
+        `model.index_warmup` and `model.index_loss` need `model.index_topk`.
+
+        `model.index_warmup` needs `model.index_loss` above 0.
+        """
+        sizes = self.index_topk, self.index_n_heads, self.index_head_dim
+        if not any(sizes):
+            if self.index_warmup or self.index_loss != 1:
+                yield (
+                    f"model.index_warmup={self.index_warmup} and model.index_loss="
+                    f"{self.index_loss} are of an indexer, but model.index_topk=0: set "
+                    f"model.index_topk, or leave both out."
+                )
+            return
+        if self.index_warmup and not self.index_loss:
+            yield (
+                "model.index_warmup=true trains the indexer alone, but with model.index_loss=0 it "
+                "has nothing to learn: raise it."
+            )
+        if not all(sizes):
+            yield (
+                f"model.index_topk={sizes[0]}, model.index_n_heads={sizes[1]} and "
+                f"model.index_head_dim={sizes[2]} are sizes of one indexer: give all three, or "
+                f"leave all out."
+            )
+        if not self.q_lora_rank:
+            yield (
+                f"model.index_topk={self.index_topk} needs model.q_lora_rank, the latent from "
+                f"which the indexer's queries are computed: give it, or leave the indexer out."
+            )
+        if self.index_head_dim < self.qk_rope_head_dim:
+            yield (
+                f"model.index_head_dim={self.index_head_dim} must be at least "
+                f"model.qk_rope_head_dim={self.qk_rope_head_dim}, the dims of an index head that "
+                f"are rotated: raise it."
+            )
+
+    def unmet_by_attention(self, case: AttentionCase, tp: int) -> Iterator[str]:
+        """Yield a sentence for every reason why attention cannot be computed as the case asks.
+
+        `model.attention` must be `xla` with `model.index_topk`.
+        """
+        if not self.index_topk:
+            yield from super().unmet_by_attention(case, tp)
+            return
+        if self.attention != "xla":
+            yield (
+                f"model.attention={self.attention!r} has no kernel for the keys that "
+                f"model.index_topk={self.index_topk} chooses: set model.attention=xla."
+            )
+        if unmet := indexed_supports(self.attention_case(case, tp)):
+            yield unmet

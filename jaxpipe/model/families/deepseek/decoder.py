@@ -10,11 +10,14 @@ from flax import nnx
 
 from jaxpipe.core.contract import Aux, Context, LayerOutput, StageFunctions
 from jaxpipe.core.contract.layer import EMBED_HEAD
+from jaxpipe.core.contract.parameter import ParamSpec
 from jaxpipe.model.ahead import ahead_keys
-from jaxpipe.model.families.deepseek.attention import LatentAttention
+from jaxpipe.model.attention.indexed import CHOSEN
 from jaxpipe.model.families.deepseek.config import PREDICTION, DeepseekConfig
-from jaxpipe.model.families.deepseek.prediction import Predicted, Predictions
+from jaxpipe.model.families.deepseek.indexer import LOSS, TOKENS
+from jaxpipe.model.families.deepseek.prediction import Predicted, Predictions, new_block
 from jaxpipe.model.families.llama.decoder import LlamaDecoder
+from jaxpipe.model.layers.moe.balance import REAL
 from jaxpipe.model.layers.moe.experts import PRODUCTS
 from jaxpipe.model.layers.moe.layer import KEEP
 from jaxpipe.model.layers.parts import Init
@@ -26,7 +29,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class DeepseekDecoder(LlamaDecoder):
-    """A Llama-style decoder with latent attention: DeepSeek-V2, DeepSeek-V3, Kimi-K2.
+    """A Llama-style decoder with latent attention: DeepSeek-V2, V3 and V3.2, Kimi-K2.
 
     With `mtp_depth` the last layer predicts further tokens. It returns its input, which the head
     reads as without it, and its losses as an auxiliary output. A microbatch then has the rows of
@@ -34,20 +37,36 @@ class DeepseekDecoder(LlamaDecoder):
     """
 
     config: DeepseekConfig
-    attention = LatentAttention
 
     @property
     def products(self) -> tuple[str, ...]:
         """Names of a layer's weights, without the router's."""
         queries = ("wq_a", "wq_b") if self.config.q_lora_rank else ("wq",)
-        own = *queries, "wkv_a", "wkv_b", "wo", "w_gate", "w_up", "w_down"
+        expands = () if self.config.index_topk else ("wkv_b",)  # absorbed queries have no product
+        own = *queries, "wkv_a", *expands, "wo", "w_gate", "w_up", "w_down"
         return (*own, *PRODUCTS) if self.config.n_experts else own
 
     def new_layer(self, kind: str, parts: LayerParts, init: Init) -> nnx.Module:
         """Build a layer of a kind as a module."""
         if kind == PREDICTION:
             return Predictions(self.config, parts, init)
-        return super().new_layer(kind, parts, init)
+        return new_block(kind, self.config, parts, init)
+
+    @cached_property
+    def leaves(self) -> dict[str, Tree]:
+        """The `ParamSpec` of every parameter.
+
+        An indexer without a loss is frozen, and while one warms up, so is everything else.
+        """
+        leaves, config = super().leaves, self.config
+        if not config.index_topk or (config.index_loss and not config.index_warmup):
+            return leaves
+
+        def frozen(path: tuple[Any, ...], spec: ParamSpec) -> ParamSpec:
+            is_of_indexer = any(key.key == "indexer" for key in path)
+            return replace(spec, trained=is_of_indexer == (config.index_loss > 0))
+
+        return jax.tree_util.tree_map_with_path(frozen, leaves)
 
     def layer(
         self, params: Tree, x: jax.Array, context: Context, kind: str = "layer"
@@ -90,9 +109,10 @@ class DeepseekDecoder(LlamaDecoder):
         return (EMBED_HEAD,) if kind == PREDICTION else ()
 
     def kept(self, kind: str) -> tuple[str, ...]:
-        """The choice of experts, which rounding must not change between F and B."""
+        """The choices of experts and keys, which rounding must not change between F and B."""
         has_experts = kind == PREDICTION and self.config.n_experts
-        return KEEP if has_experts else super().kept(kind)
+        chosen = (CHOSEN,) if self.config.index_topk else ()
+        return (KEEP if has_experts else super().kept(kind)) + chosen
 
     def state(self, x: jax.Array, rows: Tree, kind: str = "layer") -> Tree:
         """Empty keys and values before the first slice, of predictions for every depth."""
@@ -101,22 +121,30 @@ class DeepseekDecoder(LlamaDecoder):
 
     @property
     def cached(self) -> tuple[tuple[int, int], ...]:
-        """One latent and one rotated key of a token; all heads only where heads are exchanged."""
+        """One latent and one rotated key of a token; all heads only where heads are exchanged.
+
+        With an indexer its key, too.
+        """
         if self.sharing.sequence.exchanges_heads:
             return super().cached
-        return (1, self.config.kv_lora_rank), (1, self.config.qk_rope_head_dim)
+        sizes = (1, self.config.kv_lora_rank), (1, self.config.qk_rope_head_dim)
+        return (*sizes, (1, self.config.index_head_dim)) if self.config.index_topk else sizes
 
     @cached_property
     def functions(self) -> StageFunctions:
-        """The model as pipeline stages see it; it logs the mean loss of all depths."""
-        functions = super().functions
-        if not self.config.mtp_depth:
-            return functions
+        """The model as pipeline stages see it; it logs mean losses of indexers and predictions."""
+        functions, config = super().functions, self.config
+        keys = (*functions.batch_keys, *ahead_keys(config.mtp_depth))
+        if config.index_topk and not self.ops.documents:
+            keys = tuple(dict.fromkeys((*keys, REAL)))
 
         def report(aux: Aux) -> dict[str, jax.Array]:
-            loss, targets = aux.sums["mtp_loss"], aux.sums["mtp_targets"]
-            mean = (loss / jnp.maximum(targets, 1)).mean()
-            return {**functions.report(aux), "mtp_loss": mean}
+            means = {}
+            if config.mtp_depth:
+                loss, targets = aux.sums["mtp_loss"], aux.sums["mtp_targets"]
+                means["mtp_loss"] = (loss / jnp.maximum(targets, 1)).mean()
+            if config.index_topk and config.index_loss:
+                means[LOSS] = aux.sums[LOSS] / jnp.maximum(aux.sums[TOKENS], 1)
+            return {**functions.report(aux), **means}
 
-        keys = (*functions.batch_keys, *ahead_keys(self.config.mtp_depth))
         return replace(functions, report=report, batch_keys=keys)

@@ -1,8 +1,8 @@
-"""Names and config.json of DeepSeek-V2, DeepSeek-V3 and models of its architecture (Kimi-K2).
+"""Names and config.json of DeepSeek-V2, V3 and V3.2, and models of V3's architecture (Kimi-K2).
 
-The fields are those of transformers' `DeepseekV2Config` and `DeepseekV3Config`, and those that only
-DeepSeek's own code reads, where they are given (`scoring_func`, `topk_method`, `aux_loss_alpha`).
-An absent field has transformers' default.
+The fields are those of transformers' `DeepseekV2Config`, `DeepseekV3Config` and
+`DeepseekV32Config`, and those that only DeepSeek's own code reads, where they are given
+(`scoring_func`, `topk_method`, `aux_loss_alpha`). An absent field has transformers' default.
 """
 
 import re
@@ -24,9 +24,9 @@ from jaxpipe.model.published import (
     sizes,
 )
 
-V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
-ARCHITECTURES = (V2, V3)
-MODELS = "a DeepSeek-V2 or V3"
+V2, V3, V32 = (f"Deepseek{version}ForCausalLM" for version in ("V2", "V3", "V32"))
+ARCHITECTURES = (V2, V3, V32)
+MODELS = "a DeepSeek-V2, V3 or V3.2"
 
 BASE, PREFIX = "model.", "model.layers.{}."
 
@@ -45,6 +45,11 @@ _BLOCK = {
     "attn/kv_norm/scale": HuggingFaceTensor("self_attn.kv_a_layernorm.weight"),
     "attn/wkv_b": _matrix("self_attn.kv_b_proj"),
     "attn/wo": _matrix("self_attn.o_proj"),
+    "attn/indexer/wq": _matrix("self_attn.indexer.wq_b"),
+    "attn/indexer/wk": _matrix("self_attn.indexer.wk"),
+    "attn/indexer/k_norm/scale": HuggingFaceTensor("self_attn.indexer.k_norm.weight"),
+    "attn/indexer/k_norm/bias": HuggingFaceTensor("self_attn.indexer.k_norm.bias"),
+    "attn/indexer/weights": _matrix("self_attn.indexer.weights_proj"),
     "mlp_norm/scale": HuggingFaceTensor("post_attention_layernorm.weight"),
     "mlp/w_gate": _matrix("mlp.gate_proj"),
     "mlp/w_up": _matrix("mlp.up_proj"),
@@ -89,9 +94,17 @@ _CHOICES = {
     "tie_word_embeddings": "tie_embeddings",
     **experts.FIELDS,
 }
+_INDEXER = ("index_topk", "index_n_heads", "index_head_dim")
 _OF_BOTH = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
     "v_head_dim": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+_OF_V3: dict[str, Any] = _OF_BOTH | {
+    "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid", "max_position_embeddings": 4096, "bos_token_id": 0,
+    "eos_token_id": 1,
 }  # fmt: skip
 _DEFAULTS: dict[str, dict[str, Any]] = {
     V2: _OF_BOTH | {
@@ -100,12 +113,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "n_group": None, "topk_group": None, "topk_method": "greedy", "scoring_func": "softmax",
         "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2,
     },
-    V3: _OF_BOTH | {
-        "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048,
-        "num_experts_per_tok": 8, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid", "max_position_embeddings": 4096, "bos_token_id": 0,
-        "eos_token_id": 1,
+    V3: _OF_V3,
+    V32: _OF_V3 | {
+        "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128,
+        "max_position_embeddings": 163840,
     },
 }  # fmt: skip
 # Features that our decoder lacks, and the values with which a checkpoint does not use them.
@@ -116,19 +127,22 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "moe_layer_freq": (1,),
     "rope_interleave": (True,),
 }
+_OF_SIGMOID = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 _ROUTERS: dict[str, dict[str, tuple[Any, ...]]] = {
     V2: {
         "scoring_func": ("softmax",),
         "topk_method": ("greedy", "group_limited_greedy"),
         "norm_topk_prob": (False, None),
     },
-    V3: {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    V3: _OF_SIGMOID,
+    V32: _OF_SIGMOID,
 }
 # Read elsewhere, or without effect in latent attention and in one process.
 _READ = (
     "max_position_embeddings", "quantization_config", "topk_method", "scoring_func",
     "num_experts_per_tok", "num_nextn_predict_layers", "aux_loss_alpha", "seq_aux", "ep_size",
-    "num_key_value_heads", "head_dim", "qk_head_dim", *rope.FIELDS,
+    "num_key_value_heads", "head_dim", "qk_head_dim", "mlp_layer_types", "layer_types",
+    *rope.FIELDS,
 )  # fmt: skip
 
 
@@ -167,12 +181,30 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
     name, theirs = architecture(theirs, ARCHITECTURES), with_defaults(theirs)
     check_only(theirs, _ABSENT | _ROUTERS[name])
     check_quantised(theirs)
-    check_known(theirs, {*_READ, *_SIZES, *_CHOICES, *_ABSENT})
+    indexer = _INDEXER if name == V32 else ()
+    check_known(theirs, {*_READ, *_SIZES, *_CHOICES, *_ABSENT, *indexer})
+    _check_layers(theirs)
     needed = sizes(theirs, _SIZES | {"num_experts_per_tok": "experts_per_token"})
     ours = {own: theirs[field] for field, own in _CHOICES.items()}
+    ours |= dict.fromkeys(_INDEXER, 0) | {field: theirs[field] for field in indexer}
     if theirs["topk_method"] == "greedy":
         ours |= {"expert_groups": None, "groups_per_token": None}
     return needed | ours | _router(name, ours) | rope.expected(theirs)
+
+
+def _check_layers(theirs: Mapping[str, Any]) -> None:
+    """Raise `ValueError` where the kinds of single layers are not those of the other fields."""
+    layers, dense = theirs["num_hidden_layers"], theirs["first_k_dense_replace"]
+    kinds = {
+        "mlp_layer_types": ["dense"] * min(dense, layers) + ["sparse"] * (layers - dense),
+        "layer_types": ["indexed_attention"] * layers,
+    }
+    for name, usual in kinds.items():
+        if theirs.get(name) not in (None, usual):
+            raise ValueError(
+                f"has {name}={theirs[name]}, but here the first layers alone are dense, and all "
+                f"have the same attention: take another checkpoint."
+            )
 
 
 def _router(name: str, ours: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,9 +214,9 @@ def _router(name: str, ours: Mapping[str, Any]) -> dict[str, Any]:
         "norm_topk_prob": bool(ours["norm_topk_prob"]),
         "expert_groups": ours["expert_groups"] or 1,
         "groups_per_token": ours["groups_per_token"] or 1,
-        "group_score_experts": 2 if name == V3 else 1,
-        "router_score": "sigmoid" if name == V3 else "softmax",
-        "router_bias": name == V3,
+        "group_score_experts": 1 if name == V2 else 2,
+        "router_score": "softmax" if name == V2 else "sigmoid",
+        "router_bias": name != V2,
         "moe_every": 1,
     }
 
@@ -199,19 +231,23 @@ def trained(theirs: Mapping[str, Any], model: DeepseekConfig) -> dict[str, Any]:
 def written(model: DeepseekConfig, dtype: str, max_positions: int) -> dict[str, Any]:
     """The config.json of a model, in the fields that both versions of transformers read.
 
-    With `router_score="sigmoid"` it is a DeepSeek-V3, else a DeepSeek-V2.
+    With an indexer it is a DeepSeek-V3.2, else with `router_score="sigmoid"` a DeepSeek-V3, else a
+    DeepSeek-V2.
 
-    Raises `ValueError` with a sentence where neither can express the model.
+    Raises `ValueError` with a sentence where none can express the model.
     """
     name = V3 if model.router_score == "sigmoid" else V2
+    name = V32 if model.index_topk else name
     _check_written(name, model)
     fields = {theirs: getattr(model, ours) for theirs, ours in (_SIZES | _CHOICES).items()}
     in_groups = model.expert_groups > 1
-    methods = {V3: "noaux_tc", V2: "group_limited_greedy" if in_groups else "greedy"}
+    greedy = "group_limited_greedy" if in_groups else "greedy"
+    indexer = {field: getattr(model, field) for field in _INDEXER if model.index_topk}
     return {
         "architectures": [name],
-        "model_type": "deepseek_v3" if name == V3 else "deepseek_v2",
+        "model_type": {V2: "deepseek_v2", V3: "deepseek_v3", V32: "deepseek_v32"}[name],
         **fields,
+        **indexer,
         "moe_intermediate_size": model.expert_width,
         "q_lora_rank": model.q_lora_rank or None,
         "num_key_value_heads": model.n_heads,
@@ -223,7 +259,7 @@ def written(model: DeepseekConfig, dtype: str, max_positions: int) -> dict[str, 
         "attention_dropout": 0.0,
         "moe_layer_freq": 1,
         "scoring_func": model.router_score,
-        "topk_method": methods[name],
+        "topk_method": greedy if name == V2 else "noaux_tc",
         "aux_loss_alpha": model.router_aux_loss,
         "seq_aux": True,
         "num_nextn_predict_layers": model.mtp_depth,
@@ -235,8 +271,8 @@ def written(model: DeepseekConfig, dtype: str, max_positions: int) -> dict[str, 
 
 def _check_written(name: str, model: DeepseekConfig) -> None:
     needed: dict[str, Any] = {"moe_every": 1}
-    if name == V3:
-        needed |= {"group_score_experts": 2, "has_router_bias": True}
+    if name != V2:
+        needed |= {"group_score_experts": 2, "has_router_bias": True, "router_score": "sigmoid"}
     else:
         needed |= {"norm_topk_prob": False, "has_router_bias": False}
         if model.expert_groups > 1:

@@ -19,10 +19,18 @@ from flax import nnx
 from jaxpipe.core.contract import Aux, Context, LayerOutput
 from jaxpipe.model.families.deepseek.attention import LatentAttention
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
+from jaxpipe.model.families.deepseek.indexer import IndexedLayer
 from jaxpipe.model.families.llama.layers import LlamaLayer
 from jaxpipe.model.layers.moe.config import DENSE, SPARSE
 from jaxpipe.model.layers.parts import Dot, Init, LayerInputs, RMSNorm
 from jaxpipe.model.options import LayerParts
+
+
+def new_block(kind: str, config: DeepseekConfig, parts: LayerParts, init: Init) -> LlamaLayer:
+    """Build a block of latent attention and MLP, or experts; with an indexer, if there is one."""
+    if config.index_topk:
+        return IndexedLayer(kind, config, parts, init)
+    return LlamaLayer(kind, config, parts, init, LatentAttention)
 
 
 class Prediction(nnx.Module):
@@ -35,7 +43,7 @@ class Prediction(nnx.Module):
         self.stream_norm = RMSNorm("stream_norm", d, eps, init, own)
         self.merge = init("merge", (2 * d, d), 0.02, own)
         kind = SPARSE if config.n_experts else DENSE
-        self.block = LlamaLayer(kind, config, parts, init, LatentAttention)
+        self.block = new_block(kind, config, parts, init)
         self.norm = RMSNorm("norm", d, eps, init, own)
 
     def __call__(

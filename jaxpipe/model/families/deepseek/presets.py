@@ -13,6 +13,14 @@ _YARN_40 = _YARN | {"rope_factor": 40.0, "rope_beta_fast": 32.0, "max_seq_len": 
 _V3_ROUTER = {"router_score": "sigmoid", "norm_topk_prob": True, "router_bias": True}
 
 
+_V3 = _MLA | _YARN_40 | _V3_ROUTER | {
+    "n_layers": 61, "d_model": 7168, "n_heads": 128, "d_ff": 18432, "vocab_size": 129280,
+    "rope_theta": 10000.0, "rope_mscale": 1.0, "rope_mscale_all_dim": 1.0,
+    "q_lora_rank": 1536, "n_experts": 256, "experts_per_token": 8, "d_expert": 2048,
+    "shared_experts": 1, "first_dense_layers": 3, "expert_groups": 8, "groups_per_token": 4,
+    "router_scale": 2.5,
+}  # fmt: skip
+
 _PRESETS: dict[str, dict[str, int | float | bool | str]] = {
     "deepseek_v2_lite": _MLA | _YARN_40 | {
         "n_layers": 27, "d_model": 2048, "n_heads": 16, "d_ff": 10944, "vocab_size": 102400,
@@ -20,13 +28,8 @@ _PRESETS: dict[str, dict[str, int | float | bool | str]] = {
         "n_experts": 64, "experts_per_token": 6, "d_expert": 1408, "shared_experts": 2,
         "first_dense_layers": 1, "norm_topk_prob": False, "group_score_experts": 1,
     },
-    "deepseek_v3": _MLA | _YARN_40 | _V3_ROUTER | {
-        "n_layers": 61, "d_model": 7168, "n_heads": 128, "d_ff": 18432, "vocab_size": 129280,
-        "rope_theta": 10000.0, "rope_mscale": 1.0, "rope_mscale_all_dim": 1.0,
-        "q_lora_rank": 1536, "n_experts": 256, "experts_per_token": 8, "d_expert": 2048,
-        "shared_experts": 1, "first_dense_layers": 3, "expert_groups": 8, "groups_per_token": 4,
-        "router_scale": 2.5,
-    },
+    "deepseek_v3": _V3,
+    "deepseek_v3.2": _V3 | {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
     "kimi_k2": _MLA | _YARN | _V3_ROUTER | {
         "n_layers": 61, "d_model": 7168, "n_heads": 64, "d_ff": 18432, "vocab_size": 163840,
         "rope_theta": 50000.0, "rope_mscale": 1.0, "rope_mscale_all_dim": 1.0,

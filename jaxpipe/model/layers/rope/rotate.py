@@ -75,8 +75,9 @@ def rotary(
 
     The first `config.rotary_size` dims of a head rotate, the rest stays as it is. Pair number i
     rotates by position times its frequency, and is multiplied by `config.rotary_scale`. It is (i, i
-    + K/2), the halves of these dims; with `neighbours` it is (2i, 2i+1), and comes out at (i, i + K/2),
-    which scores do not see if queries and keys both do. None: as the architecture says.
+    + K/2), the halves of these dims; with `neighbours` it is (2i, 2i+1), and comes out at
+    (i, i + K/2), which scores do not see if queries and keys both do. None: as the architecture
+    says.
     """
     neighbours = config.VARIANT.rotates_neighbours if neighbours is None else neighbours
     if config.rotary_size < x_BLHK.shape[-1]:

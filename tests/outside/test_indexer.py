@@ -1,0 +1,120 @@
+"""Gradients of DeepSeek-V3.2, whose queries attend to chosen keys, against PyTorch in float64.
+
+transformers has no loss of the indexer and computes its scores without gradients. Here PyTorch
+computes scores and loss anew, from what transformers' indexer gets and its attention returns.
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import record_transformers as record  # noqa: E402
+import transformers_records as records  # noqa: E402
+from transformers.models.deepseek_v32 import modeling_deepseek_v32 as theirs  # noqa: E402
+
+TOPK = 3
+SETTINGS = record._SIZES | record._LATENT | {
+    "q_lora_rank": 8, "n_group": 2, "topk_group": 2, "index_topk": TOPK, "index_n_heads": 16,
+    "index_head_dim": 6,
+}  # fmt: skip
+LAYOUTS = {
+    "one device": {},
+    "pp 2, tp 2": {"pp": 2, "tp": 2, "schedule": "zb_h1", "sequence_parallel": True},
+}
+
+
+def index_scores(indexer, hidden, latent, position_embeddings):
+    """Return index scores `[B, L, L]` of a module of transformers, with gradients."""
+    hidden, latent, width = hidden.detach(), latent.detach(), indexer.qk_rope_head_dim
+    q = indexer.wq_b(latent).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+    k = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
+    rotated = theirs.apply_rotary_pos_emb(
+        q[..., :width], k[..., :width], *position_embeddings, unsqueeze_dim=2
+    )
+    q, k = (torch.cat([y, x[..., width:]], -1) for y, x in zip(rotated, (q, k)))
+    each = torch.relu(torch.einsum("blie,bse->blis", q, k[:, :, 0]) * indexer.head_dim**-0.5)
+    weights = indexer.weights_proj(hidden) * indexer.n_heads**-0.5
+    return torch.einsum("blis,bli->bls", each, weights)
+
+
+def indexer_losses(model):
+    """Return a list to which every forward pass adds each layer's loss `[B, L]`."""
+    found = []
+
+    def listen(attention):
+        given = []
+        attention.indexer.register_forward_pre_hook(lambda _, args: given.append(args))
+
+        def add(_, args, output):
+            hidden, latent, positions, *_ = given.pop()
+            scores, shares = index_scores(attention.indexer, hidden, latent, positions), output[1]
+            target = shares.detach().mean(1)
+            seen = torch.ones(scores.shape[1:]).tril() > 0
+            chosen = scores.masked_fill(~seen, -torch.inf).topk(TOPK, -1).indices
+            mask = torch.zeros(scores.shape).scatter(-1, chosen, 1.0).bool() & seen
+            assert torch.equal(mask, target > 0)
+            own = torch.log_softmax(scores.masked_fill(~mask, -torch.inf), -1)
+            terms = torch.where(mask, target * (target.clamp_min(1e-300).log() - own), 0)
+            found.append(terms.sum(-1))
+
+        attention.register_forward_hook(add)
+
+    for layer in model.model.layers:
+        listen(layer.self_attn)
+    return found
+
+
+def first_step():
+    """Return the record of a step, with the loss of tokens and that of indexers."""
+    config = transformers.DeepseekV32Config(**SETTINGS)
+    config._attn_implementation = config._experts_implementation = "eager"
+    transformers.DeepseekV32ForCausalLM(config)  # what it imports must not see float32 replaced
+    with record.float64():
+        model = transformers.DeepseekV32ForCausalLM(config).to(torch.float64).eval()
+        tokens, ignored = record.batches()
+        named = dict(model.named_parameters())
+        shapes = record.published(
+            {name: tensor.detach().numpy() for name, tensor in named.items()}, "deepseek_v32"
+        )
+        first = {name: record.drawn(name, array.shape) for name, array in shapes.items()}
+        with torch.no_grad():
+            for name, value in record.of_model(named, first, "deepseek_v32").items():
+                named[name].copy_(torch.from_numpy(value))
+        rows = torch.from_numpy(tokens[0].reshape(-1, tokens.shape[-1]).astype(np.int64))
+        hidden = torch.from_numpy(ignored[0].reshape(-1, ignored.shape[-1]))
+        targets = torch.where(hidden, record.IGNORE, rows[:, 1:])
+        losses = indexer_losses(model)
+        logits = model(rows[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        of_indexers = sum(each.mean() for each in losses)
+        (loss + of_indexers).backward()
+        gradients = {name: tensor.grad.numpy() for name, tensor in named.items()}
+    config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
+    return records.Record({
+        "config": np.array(json.dumps(config)), "tokens": tokens, "ignored": ignored,
+        "shapes": np.array(json.dumps({name: array.shape for name, array in first.items()})),
+        "weights": record.end_to_end(first),
+        "gradients": record.end_to_end(record.published(gradients, "deepseek_v32")),
+    }), loss.item(), of_indexers.item()  # fmt: skip
+
+
+@pytest.mark.extended
+@pytest.mark.slow(unless=["one device"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_and_every_gradient(layout):
+    kept, loss, of_indexers = first_step()
+    assert of_indexers > 0.1
+    found, gradients = records.loss_and_gradients(kept, LAYOUTS[layout])
+    np.testing.assert_allclose(found, loss, rtol=1e-12)
+    want = kept.by_our_names("gradients", records.trainer_of(kept, {}).config.model)
+    assert gradients.keys() == want.keys()
+    for path, expected in want.items():
+        largest = np.abs(expected).max()
+        assert largest > 1e-5, path
+        np.testing.assert_allclose(
+            gradients[path] / largest, expected / largest, rtol=0, atol=1e-10, err_msg=str(path)
+        )
