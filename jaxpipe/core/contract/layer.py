@@ -100,6 +100,9 @@ class LayerKind:
         not support sequence slices. The backward of a layer may read the state that the layer
         returned, as later slices leave it, but not the state that it received. What a layer makes
         of the returned state alone is made again in B and never stored.
+      recurrent: whether the state is small and replaced by every slice, as that of a recurrence:
+        the backward then reads the state that the layer received, which F stores like x, and not
+        the one that it returned.
       keep: names (`jax.ad_checkpoint.checkpoint_name`) of values that F stores under every
         rematerialisation policy because they must not be recomputed, such as the indices of a
         top-k.
@@ -128,6 +131,7 @@ class LayerKind:
     layer: Callable[[Tree, "jax.Array", Context], LayerOutput]
     param_specs: Tree = None
     state: Callable[["jax.Array", Tree], Tree] | None = None
+    recurrent: bool = False
     keep: tuple[str, ...] = field(default=())
     statistics: tuple[str, ...] = field(default=())
     pair: Pair | None = None

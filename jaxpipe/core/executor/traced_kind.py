@@ -70,7 +70,7 @@ class TracedKind:
             flags = Weights(of_layer, embed_head_of(kind, trained))
             split = split_layer(
                 kind.layer, params, x, context, policy, kind.keep, kind.statistics, flags,
-                recomputed,
+                recomputed, recurrent=kind.recurrent,
             )  # fmt: skip
             output = split.output
         check_array(f"y of the layers of kind {name!r}", output.y)

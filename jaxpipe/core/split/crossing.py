@@ -115,9 +115,10 @@ def find_crossing(
 
     `recomputed` is the policy of R, which says what it may store; None: there is no R.
 
-    Raises `ValueError` where B or W would need the state from before this slice.
+    Raises `ValueError` where B or W would need the state from before this slice, and may not store
+    it.
     """
-    state, next_state = jax.tree.leaves(ports.state), jax.tree.leaves(ports.output.state)
+    state, next_state = jax.tree.leaves(ports.state), ports.left_state
     after = {ports.dy.value, *ports.dy.state}
     free = {*jaxpr.constvars, *jaxpr.invars, *next_state} - {ports.x, *state, *after}
     on_dy = dependents(jaxpr, after.union(jax.tree.leaves(ports.dy.losses)))
@@ -130,7 +131,7 @@ def find_crossing(
     layout = _rearranged(jaxpr)
 
     def storable(policy: Policy) -> set[Var]:
-        return {ports.x} | {
+        return ports.stored_inputs | {
             var
             for eqn in jaxpr.eqns
             for var in eqn.outvars
@@ -153,7 +154,8 @@ def find_crossing(
     b_and_stash = [*b_outputs, *stash]
     in_b_and_stash = equations_to(jaxpr, b_and_stash, free | saved | after)
     from_f = reads(in_b_and_stash, b_and_stash)
-    if {*from_f} & {*state} or {*from_b_or_f} & {*state, *next_state}:
+    unknown = {*state} - saved
+    if unknown.intersection(from_f) or unknown.union(next_state).intersection(from_b_or_f):
         raise ValueError(
             "the gradient of a layer of slices may read the state that the layer returns, in B, "
             "but not the state that it is given."
@@ -184,7 +186,7 @@ def find_gradients_of_state(jaxpr: Jaxpr, ports: Ports) -> frozenset[Var]:
     Such a product, of keys' latents by the gradients at keys, say, is part of B: in W the state may
     be gone.
     """
-    state, next_state = jax.tree.leaves(ports.state), jax.tree.leaves(ports.output.state)
+    state, next_state = jax.tree.leaves(ports.state), ports.left_state
     on_dy = dependents(jaxpr, jax.tree.leaves((ports.dy.value, ports.dy.state, ports.dy.losses)))
     by_b = {var for eqn in equations_to(jaxpr, ports.made_by_b, ()) for var in eqn.outvars}
     known = dependents(jaxpr, {ports.x, *state}, next_state) - on_dy | by_b & on_dy

@@ -52,6 +52,7 @@ class Ports(NamedTuple):
       gradients: gradients of parameters; None for frozen ones, and for those of embedding and head
         that the layer does not use.
       of_state: those whose last products read the state that the layer returns.
+      recurrent: the state is recurrent (`LayerKind.recurrent`).
     """
 
     params: Tree
@@ -63,6 +64,17 @@ class Ports(NamedTuple):
     dx: Cotangent
     gradients: Weights
     of_state: frozenset[Var] = frozenset()
+    recurrent: bool = False
+
+    @property
+    def left_state(self) -> list[Var]:
+        """The state that the layer returns, if B is given what the last slice left of it."""
+        return [] if self.recurrent else jax.tree.leaves(self.output.state)
+
+    @property
+    def stored_inputs(self) -> set[Var]:
+        """The inputs that F may store under every policy."""
+        return {self.x, *jax.tree.leaves(self.state)} if self.recurrent else {self.x}
 
     @property
     def gradients_of_b(self) -> Weights:

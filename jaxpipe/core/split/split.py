@@ -12,9 +12,10 @@ either depends on the gradients at the outputs (backward) or does not (forward).
 `jaxpipe.core.split.crossing` finds the values that cross between them.
 
 With sequence slices, a layer takes a state (keys and values, say) in its context and returns the
-next one in its output. The state is never a residual: B gets it as the last slice left it, which
-must give the same gradients as this slice's own state (the layer masks what later slices added).
-Along with `dy`, B gets the gradient at the state that later slices left.
+next one in its output. The state is no residual: B gets it as the last slice left it, which must
+give the same gradients as this slice's own state (the layer masks what later slices added). Of a
+recurrent state the one that the layer received is a residual, as x is. Along with `dy`, B gets the
+gradient at the state that later slices left.
 
 The cotangents of a layer's auxiliary losses are constants known before F; B and W take them as an
 argument, and nothing is stored for them.
@@ -170,7 +171,7 @@ class LayerSplit:
 
     def _known(self, context: Context, residuals: Residuals, dy: Cotangent) -> dict[Var, Any]:
         ports, crossing = self._ports, self._crossing.residuals
-        known = dict(zip(jax.tree.leaves(ports.output.state), jax.tree.leaves(context.state)))
+        known = dict(zip(ports.left_state, jax.tree.leaves(context.state)))
         known |= dict(zip((*crossing.for_b, *crossing.for_w), (*residuals.for_b, *residuals.for_w)))
         known |= {ports.dy.value: dy.value} | dict(zip(ports.dy.state, dy.state))
         return known | self._seed(dy.losses)
@@ -219,6 +220,8 @@ def split_layer(
     statistics: tuple[str, ...] = (),
     trained: Weights | None = None,
     recomputed: Policy | None = None,
+    *,
+    recurrent: bool = False,
 ) -> LayerSplit:
     """Trace a layer at the given shapes and split it into F, B and W.
 
@@ -235,9 +238,10 @@ def split_layer(
       trained: a flag for every parameter, of the layer and in `context.embed_head`, whether it has
         a gradient; None: all have.
       recomputed: says which forward values R may store; None: there is no R.
+      recurrent: the state is recurrent (`LayerKind.recurrent`).
 
     Raises `ValueError` where y is not one array, or B or W would need the state from before this
-    slice.
+    slice, and it is not `recurrent`.
 
     For `x + tanh(x @ up)`, F stores the tanh for B and x for W; B stashes the gradient at the
     matmul's output for W:
@@ -261,7 +265,7 @@ def split_layer(
     dy = Cotangent(output.y, inexact(output.state), output.aux.loss_sums)
     data, state = context._replace(state=None), context.state
     both = partial(_forward_and_backward, layer, trained, statistics)
-    closed, ports = _complete(trace_labelled(both, params, data, x, state, dy))
+    closed, ports = _complete(trace_labelled(both, params, data, x, state, dy), recurrent)
     crossing = find_crossing(closed.jaxpr, ports, policy, keep, recomputed)
     return LayerSplit(
         residuals=jax.tree.map(shape_of, crossing.residuals),
@@ -298,13 +302,13 @@ def _forward_and_backward(
     return output, Cotangent(dx, dstate, statistics=of_statistics), gradients
 
 
-def _complete(traced: Labelled) -> tuple[ClosedJaxpr, Ports]:
+def _complete(traced: Labelled, recurrent: bool) -> tuple[ClosedJaxpr, Ports]:
     """Return the jaxpr of `_forward_and_backward` and its ports, with unrounded gradients.
 
     Parameters of embedding and head that the layer does not use have no gradient.
     """
     closed, inputs, outputs = traced
-    ports = Ports(*inputs, *outputs)  # in the order of the arguments and results
+    ports = Ports(*inputs, *outputs, recurrent=recurrent)  # in the order of arguments and results
     read = set(reads(closed.jaxpr.eqns, ()))
     used = jax.tree.map(lambda var: var in read, ports.context.embed_head)
     gradients = ports.gradients
