@@ -20,7 +20,7 @@ from jaxpipe.model.attention.keys import Cache
 from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
 from jaxpipe.model.layers.dropout import NO_MASKS, Dropout, Masks
-from jaxpipe.model.layers.parts import EmbedHeadParts, Init, LayerInputs, init_from
+from jaxpipe.model.layers.parts import Draw, EmbedHeadParts, Init, LayerInputs, init_from
 from jaxpipe.model.loss import (
     CHOICES,
     IGNORE,
@@ -119,10 +119,11 @@ class CausalDecoder:
         """The `ParamSpec` of every parameter, as trees by `embed_head` and layer kind."""
 
         def leaf(
-            name: str, shape: tuple[int, ...], std: float | None, leaf: ParamSpec
+            name: str, shape: tuple[int, ...], std: float | Draw | None, leaf: ParamSpec
         ) -> nnx.Param:
             # What starts as zeros or ones is a bias or scale, also with one for every expert.
-            matrix = (len(shape) - 2, len(shape) - 1) if len(shape) > 1 and std else None
+            is_matrix = len(shape) > 1 and std and not callable(std)
+            matrix = (len(shape) - 2, len(shape) - 1) if is_matrix else None
             return nnx.Param(replace(leaf, shape=shape, matrix=matrix))
 
         layers = {kind: _values(self._new_layer(kind, leaf)) for kind in self.kinds}
@@ -147,6 +148,7 @@ class CausalDecoder:
                 partial(self.layer, kind=kind),
                 self.leaves[kind],
                 partial(self.state, kind=kind) if slices > 1 else None,
+                self.is_recurrent(kind),
                 self.kept(kind),
                 pair=self.pair(kind),
                 statistics=ops.precision.observed,
@@ -170,6 +172,10 @@ class CausalDecoder:
         if not variables:
             return functions
         return functions.with_variables(variables, ops.precision.next_variables)
+
+    def is_recurrent(self, kind: str) -> bool:
+        """Whether the state of layers of a kind is recurrent (`LayerKind.recurrent`)."""
+        return False
 
     def kept(self, kind: str) -> tuple[str, ...]:
         """Names of the values that F stores in such layers under every rematerialisation policy."""

@@ -13,13 +13,17 @@ class HuggingFaceTensor(NamedTuple):
       transposed: whether the tensor's last two dims are ours exchanged.
       part: number of our parameter among those that share the tensor along our last dim, where
         each is as wide as ours is.
-      interleaved: whether these parts alternate, entry by entry, instead of following one another.
+      groups: field of the model with the number of groups into which these parts are divided and in
+        which they alternate, such as one per head; "": they follow one another undivided.
+      is_convolution: whether the tensor is `[X, 1, T]`, T taps of X channels, where ours is `[T,
+        X]`.
     """
 
     name: str
     transposed: bool = False
     part: int = 0
-    interleaved: bool = False
+    groups: str = ""
+    is_convolution: bool = False
 
 
 def fused(name: str, *paths: str) -> dict[str, HuggingFaceTensor]:

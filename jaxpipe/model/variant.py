@@ -20,7 +20,9 @@ class Variant(NamedTuple):
       scales_embedding: whether embeddings are multiplied by sqrt(d_model).
       has_sinks: whether each head attends to one more key, of learned score and value 0.
       has_out_bias: whether attention's last product has a bias.
+      has_output_gate: whether the sigmoid of a product of attention's input multiplies its output.
       has_expert_biases: whether the router and the experts' products have biases.
+      has_shared_gate: whether a sigmoid of their input multiplies what the shared experts return.
       weighs_inputs: whether the router's weights multiply the experts' inputs, not their outputs.
     """
 
@@ -34,7 +36,9 @@ class Variant(NamedTuple):
     scales_embedding: bool = False
     has_sinks: bool = False
     has_out_bias: bool = False
+    has_output_gate: bool = False
     has_expert_biases: bool = False
+    has_shared_gate: bool = False
     weighs_inputs: bool = False
 
 

@@ -19,6 +19,7 @@ from jaxpipe.model.families.minimax_m2 import MiniMaxM2Config
 from jaxpipe.model.families.olmo2 import Olmo2Config
 from jaxpipe.model.families.olmo3 import Olmo3Config
 from jaxpipe.model.families.phi3 import Phi3Config
+from jaxpipe.model.families.qwen3_next.config import Qwen3NextConfig
 from jaxpipe.model.families.seed_oss import SeedOssConfig
 
 torch = pytest.importorskip("torch")
@@ -76,8 +77,16 @@ MODELS = {
         router_scale=2.5, expert_groups=4, groups_per_token=2, shared_experts=2,
     ),
     "minimax_m2": MiniMaxM2Config(**SIZES, head_dim=12, n_experts=6, experts_per_token=2),
+    "qwen3_next": Qwen3NextConfig(
+        **SIZES, head_dim=16, n_experts=8, experts_per_token=3, d_expert=24, attention_every=2,
+        delta_key_heads=2, delta_value_heads=4, delta_key_dim=16, delta_value_dim=12,
+    ),
     "mixtral": LlamaConfig(**SIZES, head_dim=14, n_experts=6, experts_per_token=2, rope_theta=1e6),
 }  # fmt: skip
+# Where a query meets the state of a gated delta network nearly at a right angle, the norm of the
+# output enlarges rounding: transformers in float32 is as far from itself in float64, where
+# `tests/outside/test_relatives.py` compares both.
+TOLERANCES = {"qwen3_next": 1e-4}
 
 
 def made_by_transformers(model):
@@ -166,7 +175,8 @@ def test_transformers_and_the_decoder_agree_both_ways(tmp_path, name, shard_size
     step = import_huggingface(tmp_path / "hf", model, tmp_path / "checkpoints", {})
     ours = our_logits(model, stored_params(step), tokens, stored_variables(step))
     assert np.abs(expected).max() > 1
-    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+    tolerance = TOLERANCES.get(name, 1e-5)
+    np.testing.assert_allclose(ours, expected, rtol=tolerance, atol=tolerance)
 
     export_huggingface(
         StoredCheckpoint(step),
@@ -180,7 +190,8 @@ def test_transformers_and_the_decoder_agree_both_ways(tmp_path, name, shard_size
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert type(again) is type(theirs)
     assert again.dtype == torch.float32
-    np.testing.assert_array_equal(logits_of(again, tokens), expected)
+    repeated = TOLERANCES.get(name, 0)  # threads may add in another order
+    np.testing.assert_allclose(logits_of(again, tokens), expected, rtol=repeated, atol=repeated)
     before, after = theirs.state_dict(), again.state_dict()
     assert sorted(before) == sorted(after)
     for key, tensor in before.items():

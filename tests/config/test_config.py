@@ -83,6 +83,7 @@ PARAMETERS = {
     "glm4_5_air": 106_852_245_504,  # without the layer that predicts a further token
     "glm4_5": 352_797_814_784,
     "minimax_m2": 228_689_748_992,
+    "qwen3_next_80b_a3b": 79_674_391_296,
     "seed_oss_36b": 36_151_104_512,
     "exaone4_1_2b": 1_279_391_488,
     "exaone4_32b": 32_003_216_384,
@@ -126,6 +127,7 @@ ACTIVE = {
     "glm4_5_air": 13_424_123_904,
     "glm4_5": 33_632_251_904,
     "minimax_m2": 11_030_537_216,
+    "qwen3_next_80b_a3b": 3_874_929_408,
     "deepseek_v2_lite": 2_661_150_208,
     "deepseek_v3": 37_552_282_624,
     "deepseek_v3.2": 38_403_807_488,

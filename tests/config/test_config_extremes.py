@@ -48,6 +48,8 @@ MORE = {
     "seed_oss": "n_kv_heads = 1", "exaone4": _LOCAL,
     "glm4_moe": "n_kv_heads = 1\nn_experts = 2\nexperts_per_token = 2\n",
     "minimax_m2": "n_kv_heads = 1\nn_experts = 2\nexperts_per_token = 2\n",
+    "qwen3_next": "n_kv_heads = 1\nn_experts = 2\nexperts_per_token = 2\nattention_every = 2\n"
+    "head_dim = 8\ndelta_key_heads = 1\ndelta_value_heads = 2\ndelta_key_dim = 8\n",
     "llama4": "n_kv_heads = 1\nn_experts = 2\nattention_chunk = 8\nnope_every = 2\n",
 }  # fmt: skip
 VALUES = ["-1", "0", "1000000000000", "1000000000000000000", "1e18", "1e-60", "1e60", "nan",

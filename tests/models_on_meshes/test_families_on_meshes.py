@@ -51,6 +51,20 @@ CASES = {
     ),
     "minimax_m2": ("minimax_m2", "zb_h1", (2, 2, 2), {"ep": 2, "sequence": True}),
     "glm4": ("glm4", "zb_h1", (2, 2, 2), {"cp": 2, "heads": 1, "sequence": True}),
+    "qwen3_next": ("qwen3_next", "zb_h1", (2, 1, 2), {"sequence": True}),
+    "qwen3_next, slices": ("qwen3_next", "zb_h1", (2, 1, 2), {"slices": 4, "remat": "full"}),
+    "qwen3_next, packed slices": (
+        "packed_qwen3_next", "zb_h1", (2, 1, 1), {"slices": 2, "remat": "selective"},
+    ),
+    "qwen3_next, exchanged heads": ("packed_qwen3_next", "zb_h1", (2, 2, 1), {"cp": 2, "heads": 2}),
+    "qwen3_next, all": (
+        "packed_qwen3_next", "1f1b", (2, 2, 2),
+        {"cp": 2, "heads": 2, "slices": 2, "remat": "full", "sequence": True, "zero_stage": 3,
+         "ep": 2, "poison_bubbles": True},
+    ),
+    "qwen3_next, recomputed ahead": (
+        "packed_qwen3_next", "zb_h1", (2, 2, 1), {"ep": 2, "zero_stage": 3, "remat": "ahead"},
+    ),
     "gpt_oss, recomputed ahead": (
         "packed_gpt_oss",
         "1f1b",
@@ -63,13 +77,14 @@ CASES = {
         (2, 4, 1),
         {"ep": 2, "zero_stage": 3, "reshard_after_forward": True, "remat": "ahead"},
     ),
-}
+}  # fmt: skip
 FEW = [
     "biased, shared heads",
     "gemma3, packed, cp",
     "gpt_oss, packed, exchanged heads",
     "llama4, packed, ring",
     "olmo2",
+    "qwen3_next, exchanged heads",
     "gpt_oss, recomputed ahead",
     "deepseek, recomputed ahead",
 ]

@@ -37,6 +37,7 @@ from jaxpipe.model.families.llama4.config import Llama4Config
 from jaxpipe.model.families.minimax_m2 import MiniMaxM2Config
 from jaxpipe.model.families.olmo2 import Olmo2Config
 from jaxpipe.model.families.olmo3 import Olmo3Config
+from jaxpipe.model.families.qwen3_next.config import Qwen3NextConfig
 from jaxpipe.model.layers.moe.balance import REAL
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.options import Loss, Ops, Sharing
@@ -51,6 +52,12 @@ GPT_OSS = SIZES | ALTERNATING | MIXTURE | {"rope_original_positions": 4}
 LLAMA4 = SIZES | {
     "n_kv_heads": 2, "n_experts": 4, "moe_every": 2, "nope_every": 3, "attention_chunk": 3,
     "temperature_floor": 2, "rope_theta": 100.0,
+}  # fmt: skip
+# Of the kinds linear, attention, linear, attention; chunks end within a row and within slices.
+HYBRID = SIZES | MIXTURE | {
+    "n_kv_heads": 2, "head_dim": 8, "d_expert": 12, "attention_every": 2, "delta_key_heads": 4,
+    "delta_value_heads": 8, "delta_key_dim": 6, "delta_value_dim": 5, "delta_taps": 3,
+    "delta_chunk": 2,
 }  # fmt: skip
 LATENT = {
     "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
@@ -79,6 +86,9 @@ MODELS = {
     "olmo2": Olmo2Config(**SIZES, n_kv_heads=2),
     "packed_olmo3": Olmo3Config(**SIZES, **ALTERNATING),
     "minimax_m2": MiniMaxM2Config(**SIZES, n_kv_heads=2, **MIXTURE, router_bias=False),
+    "qwen3_next": Qwen3NextConfig(**HYBRID),
+    "packed_qwen3_next": Qwen3NextConfig(**HYBRID),
+    "packed_qwen3_next_deep": Qwen3NextConfig(**HYBRID | {"n_layers": 8}),
     "glm4": Glm4Config(**SIZES, n_kv_heads=1, qkv_bias=True),
     "dropping": LlamaConfig(**SIZES, n_kv_heads=2, dropout=0.3, attention_dropout=0.2),
     "gpt2_dropping": GPT2Config(**SIZES, max_seq_len=11, dropout=0.2, attention_dropout=0.3),

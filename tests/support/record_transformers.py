@@ -127,6 +127,12 @@ _YARN = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 _PARTIAL = {**_ROPE, "partial_rotary_factor": 0.5}
+# Two layers with a gated delta network, and one with attention, in turn; chunks of one row.
+_DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
 # Further families, without a record: `test_relatives.py` compares them where transformers is.
 RELATIVES = {
     "olmo2": ("Olmo2", _SIZES | {"rope_parameters": _ROPE, "pad_token_id": None}),
@@ -168,6 +174,15 @@ RELATIVES = {
         | {
             "head_dim": 8, "rope_parameters": _PARTIAL, "intermediate_size": 12,
             "num_local_experts": 4, "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        _SIZES
+        | _DELTA
+        | {
+            "head_dim": 8, "rope_parameters": _PARTIAL, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 6, "shared_expert_intermediate_size": 12,
         },
     ),
     "phi3": (
@@ -212,7 +227,7 @@ def build(name):
 # Of a family whose files have experts as separate tensors: where they are, and their names.
 _EXPERT_NAMES = {
     **dict.fromkeys(
-        ("qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe"),
+        ("qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next"),
         ("mlp", ("gate_proj", "up_proj", "down_proj")),
     ),
     **dict.fromkeys(("mixtral", "minimax_m2"), ("block_sparse_moe", ("w1", "w3", "w2"))),

@@ -30,6 +30,7 @@ class NamedParameter:
     hf_tensor: HuggingFaceTensor  # with its full name
     indices: tuple[int, ...] = ()  # of the tensors along the first dim, if stacked; (): 0, 1, ...
     widths: tuple[int, ...] = ()  # last dims of all parameters in its tensor; (): it is alone
+    groups: int = 1  # in which these alternate
 
     @property
     def is_variable(self) -> bool:
@@ -59,6 +60,8 @@ class NamedParameter:
         """Shape of each Hugging Face tensor."""
         *others, last = self.shape[1:] if self.is_stacked else self.shape
         last = sum(self.widths) or last
+        if self.hf_tensor.is_convolution:
+            return (last, 1, *others)
         return (*others[:-1], last, others[-1]) if self.hf_tensor.transposed else (*others, last)
 
     @property
@@ -82,11 +85,30 @@ class NamedParameter:
         return stacked
 
     def _slice_tensor(self, tensor: np.ndarray) -> np.ndarray:
+        tensor = tensor[:, 0].T if self.hf_tensor.is_convolution else tensor
         fused = tensor.swapaxes(-1, -2) if self.hf_tensor.transposed else tensor
-        part = self.hf_tensor.part
-        if self.hf_tensor.interleaved:
-            return fused[..., part :: len(self.widths)]
-        return fused[..., sum(self.widths[:part]) :][..., : self.shape[-1]]
+        if not self.widths:
+            return fused
+        grouped = fused.reshape(*fused.shape[:-1], self.groups, -1)
+        begin = sum(self.widths[: self.hf_tensor.part]) // self.groups
+        own = grouped[..., begin : begin + self.shape[-1] // self.groups]
+        return own.reshape(*fused.shape[:-1], self.shape[-1])
+
+    def to_hf(self, parameter: np.ndarray) -> np.ndarray:
+        """A tensor of Hugging Face's, from the parameter or those that it shares the tensor with.
+
+        Of stacked parameters it is that of one index.
+        """
+        if self.hf_tensor.is_convolution:
+            return parameter.T[:, None]
+        return parameter.T if self.hf_tensor.transposed else parameter
+
+    def join(self, parts: list[np.ndarray]) -> np.ndarray:
+        """The parameters that share its tensor, in their order, as one."""
+        if not self.widths:
+            return parts[0]
+        grouped = [part.reshape(*part.shape[:-1], self.groups, -1) for part in parts]
+        return np.concatenate(grouped, axis=-1).reshape(*parts[0].shape[:-1], -1)
 
 
 def hf_format(model: ModelConfig) -> HuggingFace:
@@ -119,11 +141,12 @@ def list_parameters(model: ModelConfig, form: HuggingFace | None = None) -> list
             tensor = form.LAYER["/".join(path)]
             named_tensor = tensor._replace(name=form.PREFIX.format(i) + tensor.name)
             parameters.append(NamedParameter(("layers", str(i), *path), shape, named_tensor))
-    return _with_widths(parameters) + _list_variables(model, form, built.functions.variables or {})
+    variables = _list_variables(model, form, built.functions.variables or {})
+    return _with_widths(parameters, model) + variables
 
 
-def _with_widths(parameters: list[NamedParameter]) -> list[NamedParameter]:
-    """The parameters with the widths of those that share a tensor."""
+def _with_widths(parameters: list[NamedParameter], model: ModelConfig) -> list[NamedParameter]:
+    """The parameters with the widths, and the groups, of those that share a tensor."""
     shared: dict[str, dict[int, int]] = {}
     for parameter in parameters:
         tensor = parameter.hf_tensor
@@ -133,7 +156,11 @@ def _with_widths(parameters: list[NamedParameter]) -> list[NamedParameter]:
         parts = shared[parameter.hf_tensor.name]
         return tuple(parts[number] for number in sorted(parts)) if len(parts) > 1 else ()
 
-    return [replace(parameter, widths=widths(parameter)) for parameter in parameters]
+    def groups(parameter: NamedParameter) -> int:
+        name = parameter.hf_tensor.groups
+        return getattr(model, name) if name else 1
+
+    return [replace(one, widths=widths(one), groups=groups(one)) for one in parameters]
 
 
 def _list_variables(model: ModelConfig, form: HuggingFace, variables: Tree) -> list[NamedParameter]:
@@ -172,7 +199,7 @@ def locate_parameters(
             choices = [_remove_prefix(form.BASE, choice) for choice in choices]
         return next((choice for choice in choices if choice.hf_names[0] in names), choices[0])
 
-    return _with_widths([locate(parameter) for parameter in list_parameters(model, form)])
+    return _with_widths([locate(parameter) for parameter in list_parameters(model, form)], model)
 
 
 def _remove_prefix(base: str, parameter: NamedParameter) -> NamedParameter:

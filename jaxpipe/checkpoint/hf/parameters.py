@@ -37,7 +37,7 @@ from jaxpipe.checkpoint.hf.streaming import LazyArray, StoredCheckpoint, save_pa
 from jaxpipe.config import ConfigError
 from jaxpipe.model import FAMILIES, ModelConfig
 from jaxpipe.model.layers.lora import NAME
-from jaxpipe.model.published import HuggingFace, HuggingFaceTensor, architecture
+from jaxpipe.model.published import HuggingFace, architecture
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -295,16 +295,9 @@ def convert_tensors(
         arrays = dict(zip(paths, read(paths)))
         for parts in _group_by_name(parameters).values():  # pop frees an array once it is written
             first = parts[0]
-            tensors = _fuse([arrays.pop(parameter.path) for parameter in parts], first.hf_tensor)
+            tensors = first.join([arrays.pop(parameter.path) for parameter in parts])
             for name, tensor in zip(first.hf_names, tensors if first.is_stacked else [tensors]):
-                yield name, tensor.T if first.hf_tensor.transposed else tensor
-
-
-def _fuse(parts: list[np.ndarray], tensor: HuggingFaceTensor) -> np.ndarray:
-    """Join parameters that Hugging Face fuses, such as queries, keys and values."""
-    if tensor.interleaved:
-        return np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+                yield name, first.to_hf(tensor)
 
 
 def _group_by_name(wanted: list[NamedParameter]) -> dict[str, list[NamedParameter]]:

@@ -308,13 +308,13 @@ def _complete(traced: Labelled, recurrent: bool) -> tuple[ClosedJaxpr, Ports]:
     Parameters of embedding and head that the layer does not use have no gradient.
     """
     closed, inputs, outputs = traced
-    ports = Ports(*inputs, *outputs, recurrent=recurrent)  # in the order of arguments and results
+    ports = Ports(*inputs, *outputs)  # in the order of the arguments and results
     read = set(reads(closed.jaxpr.eqns, ()))
     used = jax.tree.map(lambda var: var in read, ports.context.embed_head)
     gradients = ports.gradients
     gradients = gradients._replace(embed_head=select(used, gradients.embed_head))
     closed, gradients = unrounded(closed, gradients)
-    ports = ports._replace(gradients=gradients)
+    ports = ports._replace(gradients=gradients, recurrent=recurrent)
     return closed, ports._replace(of_state=find_gradients_of_state(closed.jaxpr, ports))
 
 

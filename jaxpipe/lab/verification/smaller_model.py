@@ -15,6 +15,7 @@ _WIDTHS = {  # of DeepSeek's latent attention, in which all differ
     "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
     "v_head_dim": 5,
 }  # fmt: skip
+_DELTA = {"delta_key_dim": 6, "delta_value_dim": 5, "delta_taps": 4, "delta_chunk": 2}
 
 
 def smaller_model(
@@ -51,13 +52,19 @@ def smaller_model(
         "sliding_window": min(getattr(model, "sliding_window", 0), length // 2 - 1),
         "attention_chunk": min(getattr(model, "attention_chunk", 0), length // 2 - 1),
         "nope_every": min(getattr(model, "nope_every", 0), every),
+        "attention_every": min(getattr(model, "attention_every", 0), every),
         "temperature_floor": min(getattr(model, "temperature_floor", 0), 2),
         "preset": "",
     }
     rotated = _WIDTHS["qk_rope_head_dim"] if hasattr(model, "qk_rope_head_dim") else _HEAD
     for name in ("rope_short_factors", "rope_long_factors"):
         sizes[name] = getattr(model, name, ())[: rotated // 2]
-    sizes |= {name: min(getattr(model, name, 0), width) for name, width in _WIDTHS.items()}
+    widths = _WIDTHS | _DELTA
+    sizes |= {name: min(getattr(model, name, 0), width) for name, width in widths.items()}
+    if hasattr(model, "delta_key_heads"):
+        keys = after.tp * after.cp
+        shared = min(model.delta_value_heads // model.delta_key_heads, 2)
+        sizes |= {"delta_key_heads": keys, "delta_value_heads": keys * shared}
     sizes |= _experts(model, after, loops) if model.routed_experts else {}
     return replace(model, **{k: v for k, v in sizes.items() if k in model.__struct_fields__})
 

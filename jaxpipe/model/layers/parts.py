@@ -20,19 +20,25 @@ from jaxpipe.model.attention.keys import Cache
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
 from jaxpipe.model.layers.dropout import NO_MASKS, Masks
 
-# (name, shape, standard deviation (0: zeros, None: ones), sharding) -> parameter
-Init = Callable[[str, tuple[int, ...], float | None, ParamSpec], nnx.Param]
+# (key, shape) -> float32 values of a vector, or of a stack of vectors
+Draw = Callable[[jax.Array, tuple[int, ...]], jax.Array]
+# (name, shape, standard deviation (0: zeros, None: ones) or a function, sharding) -> parameter
+Init = Callable[[str, tuple[int, ...], float | Draw | None, ParamSpec], nnx.Param]
 
 
 def init_from(key: jax.Array) -> Init:
     """Normal initial values that depend on the key and the parameter's name alone."""
 
-    def init(name: str, shape: tuple[int, ...], std: float | None, _: ParamSpec) -> nnx.Param:
+    def init(
+        name: str, shape: tuple[int, ...], std: float | Draw | None, _: ParamSpec
+    ) -> nnx.Param:
         if std is None:
             return nnx.Param(jnp.ones(shape, jnp.float32))
         if std == 0:
             return nnx.Param(jnp.zeros(shape, jnp.float32))
         own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        if callable(std):
+            return nnx.Param(std(own, shape))
         return nnx.Param(std * jax.random.normal(own, shape, jnp.float32))
 
     return init

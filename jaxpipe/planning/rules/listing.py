@@ -13,6 +13,7 @@ from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama4.config import Llama4Config
+from jaxpipe.model.families.qwen3_next.config import Qwen3NextConfig
 from jaxpipe.model.family import ModelConfig
 from jaxpipe.model.layers.moe.config import MixtureConfig
 from jaxpipe.model.layers.rope.config import RotaryConfig
@@ -37,6 +38,8 @@ RULES: tuple[Callable[..., object], ...] = (
     LlamaConfig.broken_rules,
     Llama4Config.broken_rules,
     DeepseekConfig.broken_rules,
+    Qwen3NextConfig.broken_rules,
+    Qwen3NextConfig.unmet_by_attention,
     RotaryConfig.broken_rotary_rules,
     *size_checks.CHECKS,
     *device_checks.CHECKS,

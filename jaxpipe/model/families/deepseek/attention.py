@@ -36,6 +36,8 @@ class LatentAttention(nnx.Module):
     on keys and values.
     """
 
+    NAME = "attn"
+
     def __init__(self, config: DeepseekConfig, parts: LayerParts, init: Init):
         d, heads, rank = config.d_model, config.n_heads, config.kv_lora_rank
         whole = parts.own(differs=parts.devices.size > 1)

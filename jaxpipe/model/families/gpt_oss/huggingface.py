@@ -17,7 +17,7 @@ from jaxpipe.model.published import HuggingFaceTensor
 
 def _gate_up(name: str, part: int) -> HuggingFaceTensor:
     """Columns 0, 2, ... of the tensor are the gate's, the others those of up."""
-    return HuggingFaceTensor(f"mlp.experts.{name}", part=part, interleaved=True)
+    return HuggingFaceTensor(f"mlp.experts.{name}", part=part, groups="expert_width")
 
 
 _ROPE = {

@@ -85,19 +85,29 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
 
     def _matrices(self, experts: int) -> int:
         """Number of parameters in the matrices of layers."""
-        attention = 2 * self.d_model * self.head_size * (self.n_heads + self.n_kv_heads)
-        return self.n_layers * attention + self.mlp_parameters(experts)
+        return self.mixer_matrices + self.mlp_parameters(experts)
+
+    @property
+    def mixer_matrices(self) -> int:
+        """Number of parameters in the matrices of attention."""
+        heads = (2 + self.VARIANT.has_output_gate) * self.n_heads + 2 * self.n_kv_heads
+        return self.n_layers * self.d_model * self.head_size * heads
 
     @property
     def _vectors(self) -> int:
-        """Number of parameters in norms, in sinks, and in the biases of attention."""
+        """Number of parameters in norms, and in the vectors of attention."""
+        norms = 2 * (self.VARIANT.has_pre_norms + self.VARIANT.has_post_norms)
+        return self.mixer_vectors + (self.n_layers * norms + 1) * self.d_model
+
+    @property
+    def mixer_vectors(self) -> int:
+        """Number of parameters in norms of heads, in sinks, and in the biases of attention."""
         d, k, variant = self.d_model, self.head_size, self.VARIANT
         normed = self.n_heads + self.n_kv_heads if variant.norms_span_heads else 2
         attention = k * normed * self.qk_norm
         attention += k * (self.n_heads + 2 * self.n_kv_heads) * self.qkv_bias
         attention += self.n_heads * variant.has_sinks + d * variant.has_out_bias
-        norms = 2 * (variant.has_pre_norms + variant.has_post_norms)
-        return self.n_layers * (attention + norms * d) + d
+        return self.n_layers * attention
 
     def flops_per_token(self, seq_len: int) -> int:
         """6 per matrix parameter and 12 H K S per layer, with S at most the layer's window.

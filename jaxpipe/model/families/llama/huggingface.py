@@ -144,8 +144,7 @@ class LlamaFormat:
         read = (*self.SIZES, *self.FIELDS)
         check_only(theirs, {name: only for name, only in self.ABSENT.items() if name not in read})
         found = {**sizes(theirs, self.SIZES), **_choices(theirs), **self.CHOICES, **own}
-        if not found.get("global_every"):
-            _check_layers_alike(theirs, LOCAL if found["sliding_window"] else FULL)
+        self.check_types(theirs, found)
         return found
 
     def _rotary_share(self, theirs: Fields) -> dict[str, Any]:
@@ -156,6 +155,17 @@ class LlamaFormat:
             check_only({name: share}, {name: (1, None)})
             return {}
         return {"rotary_share": share or self.ROTARY_SHARE}
+
+    def check_types(self, theirs: Fields, found: Fields) -> None:
+        """Raise `ValueError` where a layer attends in another way than those of `found` do."""
+        if found.get("global_every"):
+            return
+        attention = LOCAL if found["sliding_window"] else FULL
+        for other in {*(theirs.get("layer_types") or ())} - {attention}:
+            raise ValueError(
+                f"has layers of {other} but all of this model's are of {attention}: take another "
+                f"checkpoint."
+            )
 
     def own_expected(self, theirs: Fields) -> dict[str, Any]:
         """The fields of `[model]` that only this architecture reads from a config.json."""
@@ -235,15 +245,6 @@ class LlamaFormat:
     def own_written(self, model: LlamaConfig) -> dict[str, Any]:
         """The fields of a config.json that only this architecture has."""
         return {}
-
-
-def _check_layers_alike(theirs: Fields, attention: str) -> None:
-    """Raise `ValueError` where a layer attends in another way."""
-    for other in {*(theirs.get("layer_types") or ())} - {attention}:
-        raise ValueError(
-            f"has layers of {other} but all of this model's are of {attention}: take another "
-            f"checkpoint."
-        )
 
 
 def _choices(theirs: Fields) -> dict[str, Any]:

@@ -46,6 +46,8 @@ class LlamaAttention(nnx.Module):
     keys and values of other sequence shards and of earlier slices.
     """
 
+    NAME = "attn"
+
     def __init__(self, config: LlamaConfig, parts: LayerParts, init: Init):
         d, k, devices = config.d_model, config.head_size, parts.devices
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
@@ -60,6 +62,8 @@ class LlamaAttention(nnx.Module):
             self.bq = init("attn/bq", (config.n_heads * k,), 0.0, parts.cut(0))
             self.bk = init("attn/bk", (config.n_kv_heads * k,), 0.0, kv)
             self.bv = init("attn/bv", (config.n_kv_heads * k,), 0.0, kv)
+        if config.VARIANT.has_output_gate:
+            self.wg = init("attn/wg", (d, config.n_heads * k), 0.02, parts.cut(1))
         if config.VARIANT.has_out_bias:
             self.bo = init("attn/bo", (d,), 0.0, parts.own(differs=devices.sequence))
         if config.VARIANT.has_sinks:
@@ -101,6 +105,9 @@ class LlamaAttention(nnx.Module):
         sink_H = self.sinks[...] if config.VARIANT.has_sinks else None
         mixed_BLHK, cache = self.attend(q_BLHK, Keys((k_BLGK, v_BLGK), sink_H=sink_H), given)
         mixed_BLX = mixed_BLHK.reshape(*x_BLD.shape[:2], -1)
+        if config.VARIANT.has_output_gate:
+            (gate_BLX,) = dot(x_BLD, wg=self.wg[...])
+            mixed_BLX = mixed_BLX * jax.nn.sigmoid(gate_BLX)
         (made_BLD,) = dot(mixed_BLX, wo=self.wo[...])
         y_BLD = devices.leave(made_BLD)
         if config.VARIANT.has_out_bias:
@@ -152,15 +159,29 @@ class LlamaMLP(nnx.Module):
         return down_BLD
 
 
+class GatedSharedMLP(LlamaMLP):
+    """An MLP beside experts, whose output the sigmoid of a product of its input multiplies."""
+
+    def __init__(self, name: str, width: int, config: RotaryConfig, parts: LayerParts, init: Init):
+        super().__init__(name, width, config, parts, init)
+        leaf = parts.own(differs=parts.devices.size > 1)
+        self.share = init(f"{name}/share", (config.d_model, 1), 0.02, leaf)
+
+    def of_whole(self, x_BLD: jax.Array, dot: Dot) -> jax.Array:
+        """The same for x on which `enter` was called; returns a partial sum for `leave`."""
+        share_BL1 = jax.nn.sigmoid(x_BLD @ self.share[...].astype(x_BLD.dtype))
+        return share_BL1 * super().of_whole(x_BLD, dot)
+
+
 class LlamaLayer(nnx.Module):
-    """Attention and MLP, or a mixture of experts, each added to the stream.
+    """Attention, or another mixer of tokens, and MLP or experts, each added to the stream.
 
     What they read has a norm (Llama), what they return (OLMo 2), or both (Gemma 3).
     """
 
     def __init__(
         self, kind: str, config: RotaryConfig, parts: LayerParts, init: Init,
-        attention: Callable[..., nnx.Module] = LlamaAttention,
+        mixer: type[nnx.Module] = LlamaAttention,
     ):  # fmt: skip
         config = config.of_kind(kind)
         leaf, variant = parts.own(differs=parts.devices.sequence), config.VARIANT
@@ -172,10 +193,12 @@ class LlamaLayer(nnx.Module):
         self.mlp_norm = norm("mlp_norm", exists=variant.has_pre_norms)
         self.attn_post_norm = norm("attn_post_norm", exists=variant.has_post_norms)
         self.mlp_post_norm = norm("mlp_post_norm", exists=variant.has_post_norms)
-        self.attn = attention(config, parts, init)
+        self.mixer = mixer.NAME  # parameters of different mixers differ in their paths
+        setattr(self, self.mixer, mixer(config, parts, init))
         if is_sparse(kind):
             width = config.shared_experts * config.expert_width
-            shared = LlamaMLP("shared", width, config, parts, init) if width else None
+            mlp = GatedSharedMLP if variant.has_shared_gate else LlamaMLP
+            shared = mlp("shared", width, config, parts, init) if width else None
             self.moe = MixtureOfExperts(config, parts, init, shared)
         else:
             self.mlp = LlamaMLP("mlp", config.d_ff, config, parts, init)
@@ -184,8 +207,9 @@ class LlamaLayer(nnx.Module):
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, context: Context, given: LayerInputs
     ) -> LayerOutput:
-        """`[B, L, D] -> [B, L, D]`, and with slices the keys and values up to the slice's end."""
-        mixed_BLD, cache = self.attn(self.attn_norm(x_BLD), positions_BL, given)
+        """`[B, L, D] -> [B, L, D]`, and with slices the state of the mixer after the slice."""
+        mix = getattr(self, self.mixer)
+        mixed_BLD, cache = mix(self.attn_norm(x_BLD), positions_BL, given)
         y_BLD, aux = self.after_attention(x_BLD, mixed_BLD, context, given)
         return append_cache(y_BLD, cache, aux)
 

@@ -129,7 +129,8 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
         sparse = len(self.sparse_layers)
         dense = 3 * self.d_model * self.d_ff * (self.blocks - sparse)
         width = self.expert_width * (experts + self.shared_experts)
-        return dense + sparse * self.d_model * (3 * width + self.n_experts)
+        gates = self.n_experts + bool(self.shared_experts and self.VARIANT.has_shared_gate)
+        return dense + sparse * self.d_model * (3 * width + gates)
 
     def mlp_vectors(self, experts: int) -> int:
         """Count the biases of routers and experts, with `experts` routed experts per layer."""

@@ -102,12 +102,15 @@ def _aux_loss_per_coefficient(model: MixtureConfig) -> float:
     return model.experts_per_token / len(model.sparse_layers)
 
 
-def written(model: MixtureConfig) -> dict[str, Any]:
+def written(
+    model: MixtureConfig, only: Mapping[str, Any] = ONLY_OURS, theirs: str = "Qwen3-MoE"
+) -> dict[str, Any]:
     """Return the fields of a config.json that describe a model's experts.
 
-    Raises `ValueError` with a sentence if Qwen3-MoE cannot express them.
+    Raises `ValueError` with a sentence if `theirs` cannot express them, which have only the values
+    in `only`.
     """
-    check_expressible(model, ONLY_OURS, "Qwen3-MoE")
+    check_expressible(model, only, theirs)
     resolved = model.resolved()
     return {
         **{name: getattr(resolved, own) for name, own in _CHOICES.items()},

@@ -1,0 +1,120 @@
+"""Names and config.json of Qwen3-Next at Hugging Face: those of transformers' `Qwen3NextConfig`."""
+
+from typing import Any, ClassVar
+
+from jaxpipe.model.families.llama.architectures.qwen3_moe import Qwen3MoeFormat
+from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.families.llama.huggingface import FULL, Fields, Names, choices
+from jaxpipe.model.families.qwen3_next.config import is_linear
+from jaxpipe.model.layers.moe import huggingface as experts
+from jaxpipe.model.published import HuggingFaceTensor
+
+LINEAR = "linear_attention"  # an entry of `layer_types`
+_OF_DELTA = "linear_attn."
+_CONVOLUTION = HuggingFaceTensor(f"{_OF_DELTA}conv1d.weight", is_convolution=True)
+
+
+def grouped(name: str, groups: str, *paths: str) -> Names:
+    """The transposed tensor of that name holds the parameters at these paths in groups."""
+    return {
+        path: HuggingFaceTensor(name, transposed=True, part=i, groups=groups)
+        for i, path in enumerate(paths)
+    }
+
+
+# What Qwen3.5 names alike.
+SHARED: Names = {
+    **grouped("self_attn.q_proj.weight", "n_heads", "attn/wq", "attn/wg"),
+    **{f"delta/conv_{one}": _CONVOLUTION._replace(part=i) for i, one in enumerate("qkv")},
+    "delta/decay_bias": HuggingFaceTensor(f"{_OF_DELTA}dt_bias"),
+    "delta/log_decay": HuggingFaceTensor(f"{_OF_DELTA}A_log"),
+    "delta/norm/scale": HuggingFaceTensor(f"{_OF_DELTA}norm.weight"),
+    "delta/wo": HuggingFaceTensor(f"{_OF_DELTA}out_proj.weight", transposed=True),
+    "moe/shared/share": HuggingFaceTensor("mlp.shared_expert_gate.weight", transposed=True),
+    **{
+        f"moe/shared/w_{one}": HuggingFaceTensor(
+            f"mlp.shared_expert.{one}_proj.weight", transposed=True
+        )
+        for one in ("gate", "up", "down")
+    },
+}
+_ONLY = {name: value for name, value in experts.ONLY_OURS.items() if name != "shared_experts"}
+
+
+class Qwen3NextFormat(Qwen3MoeFormat):
+    """`Qwen3NextForCausalLM`."""
+
+    ARCHITECTURES: ClassVar[tuple[str, ...]] = ("Qwen3NextForCausalLM",)
+    MODEL_TYPE: ClassVar[str] = "qwen3_next"
+    MODELS: ClassVar[str] = "a Qwen3-Next"
+    LAYER: ClassVar[Names] = {
+        **Qwen3MoeFormat.LAYER,
+        **SHARED,
+        **grouped(
+            f"{_OF_DELTA}in_proj_qkvz.weight", "delta_key_heads",
+            "delta/wq", "delta/wk", "delta/wv", "delta/wz",
+        ),
+        **grouped(
+            f"{_OF_DELTA}in_proj_ba.weight", "delta_key_heads", "delta/rate", "delta/decay"
+        ),
+    }  # fmt: skip
+    FIELDS: ClassVar[Fields] = {
+        "linear_num_key_heads": "delta_key_heads",
+        "linear_num_value_heads": "delta_value_heads",
+        "linear_key_head_dim": "delta_key_dim",
+        "linear_value_head_dim": "delta_value_dim",
+        "linear_conv_kernel_dim": "delta_taps",
+    }
+    ROTARY_SHARE: ClassVar[float | None] = 0.25
+    DEFAULTS: ClassVar[Fields] = {
+        **experts.DEFAULTS, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512,
+        "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True,
+        "shared_expert_intermediate_size": 512, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+    }  # fmt: skip
+    CHOICES: ClassVar[Fields] = choices("rotary_share", "n_experts", qk_norm=True)
+
+    def ignores(self, name: str, model: LlamaConfig) -> bool:
+        """Whether a tensor is of the layers that predict further tokens, or of images."""
+        return name.startswith("mtp.") or super().ignores(name, model)
+
+    def check_types(self, theirs: Fields, found: Fields) -> None:
+        """Raise `ValueError` where layers with attention are not at regular intervals."""
+        every, types = found["attention_every"], theirs.get("layer_types")
+        regular = [FULL if i % every == 0 else LINEAR for i in range(1, found["n_layers"] + 1)]
+        if types and types != regular:
+            raise ValueError(
+                f"has layer_types that are not {LINEAR} with {FULL} in every n-th layer, as in "
+                f"this model: take another checkpoint."
+            )
+
+    def own_expected(self, theirs: Fields) -> dict[str, Any]:
+        """The experts, and which layers have attention."""
+        found = experts.expected(theirs)
+        width, each = theirs["shared_expert_intermediate_size"], found["d_expert"]
+        if width % each:
+            raise ValueError(
+                f"has shared_expert_intermediate_size={width}, which is no multiple of "
+                f"moe_intermediate_size={each}, as in this model: take another checkpoint."
+            )
+        return {**found, "shared_experts": width // each, "attention_every": _every(theirs)}
+
+    def own_written(self, model: LlamaConfig) -> dict[str, Any]:
+        """The experts, and the type of every layer."""
+        return {
+            **experts.written(model, _ONLY, self.MODELS),
+            "shared_expert_intermediate_size": model.shared_experts * model.expert_width,
+            "layer_types": [LINEAR if is_linear(kind) else FULL for kind in model.layer_kinds],
+        }
+
+
+def _every(theirs: Fields) -> int:
+    """One layer in this many has attention, by a config.json with all defaults filled in."""
+    types = theirs.get("layer_types")
+    if not types:
+        return theirs["full_attention_interval"]
+    return (types.index(FULL) if FULL in types else len(types)) + 1
+
+
+FORMATS = (Qwen3NextFormat(),)

@@ -1,0 +1,172 @@
+"""A linear recurrence over tokens, computed in chunks by dense products.
+
+A head's state S `[K, V]` decays, and is corrected where a token's key reads it (the gated delta
+rule, Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464, equation 10):
+
+  S_t = a_t S_(t-1) + k_t (b_t (v_t - (a_t S_(t-1))^T k_t))^T,    o_t = S_t^T q_t.
+
+Each correction within a chunk of C tokens depends on those before it: they solve a triangular
+system (the WY representation: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta
+Rule", arXiv 2406.06484, section 3). Only the states at the ends of chunks follow from one another,
+and all else is computed for all chunks at once. No array has the size `[L, L]`, or that of a state
+for every token.
+
+Shapes: B examples, L tokens, N chunks of C tokens, G key heads, R value heads for each of them, K
+and V the widths of a key and of a value. States and sums are float32, or wider if inputs are.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_ROWS = 8  # a block of so many rows of a triangular system is solved row by row
+
+
+class Tokens(NamedTuple):
+    """What the recurrence reads of L tokens.
+
+    Attributes:
+      q_BLGK, k_BLGK: queries, and keys of norm 1 or less.
+      v_BLGRV: values.
+      decay_BLGR: logarithms of the factors a, 0 or less.
+      rate_BLGR: the factors b, from 0 to 1.
+      starts_BL: whether the state is 0 before a token; None: it is before none.
+    """
+
+    q_BLGK: jax.Array
+    k_BLGK: jax.Array
+    v_BLGRV: jax.Array
+    decay_BLGR: jax.Array
+    rate_BLGR: jax.Array
+    starts_BL: jax.Array | None = None
+
+
+def delta_rule(tokens: Tokens, state_BGRKV: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs `[B, L, G, R, V]` in the dtype of values, and the state after L tokens.
+
+    Its gradient reads tokens and state alone: the arrays of chunks, which are larger, it computes
+    again.
+
+    Args:
+      tokens: what it reads of the tokens.
+      state_BGRKV: the state before the first token, in the dtype of all sums.
+      chunk: C, a power of two. Results depend on it by rounding alone. L need not be a multiple.
+    """
+    return jax.checkpoint(_in_chunks, static_argnums=2)(tokens, state_BGRKV, chunk)
+
+
+def _in_chunks(tokens: Tokens, state_BGRKV: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
+    q, k, v, decay, rate, starts = tokens
+    length, wide = k.shape[1], state_BGRKV.dtype
+    size = min(chunk, 1 << (length - 1).bit_length())
+
+    def split(x_BLGRX: jax.Array) -> jax.Array:
+        padding = [(0, 0), (0, -length % size), *[(0, 0)] * 3]  # tokens that change nothing
+        b, _, g, r, width = x_BLGRX.shape
+        x = jnp.pad(x_BLGRX, padding).reshape(b, -1, size, g, r, width)
+        return x.transpose(1, 0, 3, 4, 2, 5)
+
+    floats = (q[:, :, :, None], k[:, :, :, None], v, decay[..., None], rate[..., None])
+    chunks = Tokens(
+        *(split(x.astype(wide)) for x in floats),
+        None if starts is None else split(starts[:, :, None, None, None].astype(jnp.int32)),
+    )
+    made, state_BGRKV = _run(chunks, state_BGRKV)
+    made_BNCGRV = made.transpose(1, 0, 4, 2, 3, 5)
+    made_BLGRV = made_BNCGRV.reshape(len(k), -1, *v.shape[2:])[:, :length]
+    return made_BLGRV.astype(v.dtype), state_BGRKV
+
+
+class _Decays(NamedTuple):
+    """The factors between the tokens of a chunk, and between them and its ends.
+
+    Attributes:
+      pairs: from token j to token i, `[N, B, G, R, C, C]`; 0 where j comes after i.
+      enters: from the state before the chunk to each token, `[N, B, G, R, C, 1]`.
+      leaves: from each token to the state after the chunk, of the same shape.
+      passes: from one of these states to the other, `[N, B, G, R, 1, 1]`.
+    """
+
+    pairs: jax.Array
+    enters: jax.Array
+    leaves: jax.Array
+    passes: jax.Array
+
+    @classmethod
+    def of(cls, decay: jax.Array, starts: jax.Array | None) -> "_Decays":
+        """Compute them of the logarithms of each token's decay, and of the starts of documents."""
+        total = jnp.cumsum(decay, axis=-2)
+        size = total.shape[-2]
+        seen = jnp.tri(size, dtype=bool).reshape(*(1,) * (total.ndim - 2), size, size)
+        enters, leaves = jnp.exp(total), jnp.exp(total[..., -1:, :] - total)
+        if starts is not None:
+            number = jnp.cumsum(starts, axis=-2)  # of starts so far in the chunk
+            seen = seen & (number == number.mT)
+            enters = jnp.where(number == 0, enters, 0)
+            leaves = jnp.where(number == number[..., -1:, :], leaves, 0)
+        # Of pairs that are not seen the difference may be large, and its exponential infinite.
+        pairs = jnp.where(seen, jnp.exp(jnp.where(seen, total - total.mT, 0)), 0)
+        return cls(pairs, enters, leaves, enters[..., -1:, :])
+
+
+def _run(chunks: Tokens, state_BGRKV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs `[N, B, G, R, C, V]` of all chunks, and the state after the last."""
+    q, k, v, decay, rate, starts = chunks
+    decays = _Decays.of(decay, starts)
+    scores = (q @ k.mT) * decays.pairs
+    system = jnp.tril(rate * (k @ k.mT) * decays.pairs, -1)
+    solved = unit_lower_inverse(system) * rate.mT
+    from_values, from_state = solved @ v, (solved * decays.enters.mT) @ k
+
+    def step(state: jax.Array, of_chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        values, reads, keys, leaves, passes = of_chunk
+        corrections = values - reads @ state
+        after = passes * state + keys.mT @ (leaves * corrections)
+        return after, (state, corrections)
+
+    per_chunk = from_values, from_state, k, decays.leaves, decays.passes
+    state_BGRKV, (before, corrections) = lax.scan(step, state_BGRKV, per_chunk)
+    return decays.enters * (q @ before) + scores @ corrections, state_BGRKV
+
+
+@jax.custom_vjp
+def unit_lower_inverse(lower: jax.Array) -> jax.Array:
+    """Return (1 + lower)^-1 of matrices `[..., C, C]` that are 0 on and above the diagonal.
+
+    C is a power of two. Blocks of a few rows are solved row by row, and joined by products:
+    [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]].
+    """
+    size = lower.shape[-1]
+    if size <= _ROWS:
+        return _by_rows(lower)
+    half = size // 2
+    corner = lower[..., half:, :half]
+    blocks = jnp.stack([lower[..., :half, :half], lower[..., half:, half:]])
+    first, last = unit_lower_inverse(blocks)
+    above = jnp.concatenate([first, jnp.zeros_like(corner)], -1)
+    below = jnp.concatenate([-last @ (corner @ first), last], -1)
+    return jnp.concatenate([above, below], -2)
+
+
+def _by_rows(lower: jax.Array) -> jax.Array:
+    """The inverse by forward substitution."""
+    identity = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
+    found = identity[..., :1, :]
+    for i in range(1, lower.shape[-1]):
+        row = identity[..., i : i + 1, :] - lower[..., i : i + 1, :i] @ found
+        found = jnp.concatenate([found, row], -2)
+    return found
+
+
+def _inverse_and_itself(lower: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse = unit_lower_inverse(lower)
+    return inverse, inverse
+
+
+def _inverse_gradient(inverse: jax.Array, dinverse: jax.Array) -> tuple[jax.Array]:
+    return (jnp.tril(-inverse.mT @ dinverse @ inverse.mT, -1),)
+
+
+unit_lower_inverse.defvjp(_inverse_and_itself, _inverse_gradient)

@@ -1,0 +1,162 @@
+"""A gated delta network as a layer's token mixer (Yang et al. 2024, arXiv 2412.06464).
+
+Shapes: B examples, L tokens, D model, T taps of a convolution, G key heads, H value heads, K and V
+the widths of a key and of a value. Where devices share a layer, G and H count this device's shard.
+With context parallelism L is this device's sequence shard, and the recurrence runs over all tokens
+for a share of the heads.
+"""
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpipe.model.attention.keys import Cache
+from jaxpipe.model.layers.parts import Init, LayerInputs, RMSNorm, broadcast_last
+from jaxpipe.model.options import LayerParts
+from jaxpipe.model.recurrent.chunks import Tokens, delta_rule
+from jaxpipe.model.recurrent.convolution import causal_convolution
+
+
+class Sizes(Protocol):
+    """The settings that a gated delta network reads."""
+
+    d_model: int
+    n_layers: int
+    norm_eps: float
+    delta_key_heads: int
+    delta_value_heads: int
+    delta_key_dim: int
+    delta_value_dim: int
+    delta_taps: int
+    delta_chunk: int
+
+
+class GatedDeltaNetwork(nnx.Module):
+    """Queries, keys and values of short convolutions, the gated delta rule, and a gated norm.
+
+    Source: transformers' `Qwen3NextGatedDeltaNet`. Each of a key head's value heads has a state of
+    its own. Devices that share the layer have complete heads.
+    """
+
+    NAME = "delta"
+
+    def __init__(self, config: Sizes, parts: LayerParts, init: Init):
+        d, heads = config.d_model, config.delta_value_heads
+        keys, values = config.delta_key_heads * config.delta_key_dim, heads * config.delta_value_dim
+        out_std, columns = 0.02 / (2 * config.n_layers) ** 0.5, parts.cut(1)
+        self.wq = init("delta/wq", (d, keys), 0.02, columns)
+        self.wk = init("delta/wk", (d, keys), 0.02, columns)
+        self.wv = init("delta/wv", (d, values), 0.02, columns)
+        self.wz = init("delta/wz", (d, values), 0.02, columns)
+        self.rate = init("delta/rate", (d, heads), 0.02, columns)
+        self.decay = init("delta/decay", (d, heads), 0.02, columns)
+        self.decay_bias = init("delta/decay_bias", (heads,), None, parts.cut(0))
+        self.log_decay = init("delta/log_decay", (heads,), _draw_log_decay, parts.cut(0))
+        for name, width in ("conv_q", keys), ("conv_k", keys), ("conv_v", values):
+            taps = init(f"delta/{name}", (config.delta_taps, width), _draw_taps, columns)
+            setattr(self, name, taps)
+        norm = parts.own(differs=parts.devices.size > 1)
+        self.norm = RMSNorm("delta/norm", config.delta_value_dim, config.norm_eps, init, norm)
+        self.wo = init("delta/wo", (values, d), out_std, parts.cut(0))
+        self.config, self.devices, self.sequence = config, parts.devices, parts.sharing.sequence
+
+    def __call__(
+        self, x_BLD: jax.Array, positions_BL: jax.Array, given: LayerInputs
+    ) -> tuple[jax.Array, Cache | None]:
+        """Mix tokens: `[B, L, D] -> [B, L, D]`; with slices also the state after the slice."""
+        x_BLD, dot = self.devices.enter(x_BLD), given.dot
+        wide = jnp.promote_types(x_BLD.dtype, jnp.float32)
+        q_BLX, k_BLX, v_BLX, z_BLX = dot(
+            x_BLD, wq=self.wq[...], wk=self.wk[...], wv=self.wv[...], wz=self.wz[...]
+        )
+        rate_BLH, decay_BLH = self._gates(x_BLD)
+        mixed_BLHV, cache = self._mix((q_BLX, k_BLX, v_BLX), rate_BLH, decay_BLH, given)
+        normed_BLHV = self.norm(mixed_BLHV).astype(wide)
+        gate_BLHV = jax.nn.silu(z_BLX.astype(wide)).reshape(normed_BLHV.shape)
+        gated_BLX = (normed_BLHV * gate_BLHV).astype(x_BLD.dtype).reshape(z_BLX.shape)
+        (made_BLD,) = dot(gated_BLX, wo=self.wo[...])
+        return self.devices.leave(made_BLD), cache
+
+    def _gates(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The rate of each token's correction, and the logarithm of the decay before it."""
+        wide = jnp.promote_types(x_BLD.dtype, jnp.float32)
+        rate_BLH = (x_BLD @ self.rate[...].astype(x_BLD.dtype)).astype(wide)
+        step_BLH = (x_BLD @ self.decay[...].astype(x_BLD.dtype)).astype(wide)
+        step_BLH = jax.nn.softplus(step_BLH + broadcast_last(self.decay_bias[...], step_BLH))
+        speed_BLH = jnp.exp(broadcast_last(self.log_decay[...], step_BLH))
+        return jax.nn.sigmoid(rate_BLH), -speed_BLH * step_BLH
+
+    def _mix(
+        self, products: tuple[jax.Array, ...], rate_BLH: jax.Array, decay_BLH: jax.Array,
+        given: LayerInputs,
+    ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
+        """Run convolutions and recurrence over a slice's tokens, `[B, L, H, V]`; with its state."""
+        config, sequence, documents = self.config, self.sequence, given.documents
+        positions_BL = None if documents is None else sequence.gather_group(documents.positions)
+        shares = self.devices.size * sequence.size
+        state = given.cache.parts if given.cache else empty_state(config, products[0], shares)
+        widths = config.delta_key_dim, config.delta_key_dim, config.delta_value_dim
+        every_taps = self.conv_q[...], self.conv_k[...], self.conv_v[...]
+        mixed, after = [], []
+        for x_BLX, width, taps_TX, before in zip(products, widths, every_taps, state):
+            x_BLX = self._to_heads(x_BLX, width)
+            # As of one token of each neighbour, of which the first has the taps of all heads.
+            taps_TX = self._to_heads(taps_TX[None], width)[0, : config.delta_taps]
+            x_BLX, last = causal_convolution(x_BLX, taps_TX, before, positions_BL)
+            mixed.append(jax.nn.silu(x_BLX).reshape(*x_BLX.shape[:2], -1, width))
+            after.append(last)
+        q_BLGK, k_BLGK, v_BLHV = mixed
+        by_key = *q_BLGK.shape[:3], -1  # value heads of a key head follow each other
+        tokens = Tokens(
+            normalise(q_BLGK) * config.delta_key_dim**-0.5,
+            normalise(k_BLGK),
+            v_BLHV.reshape(*by_key, v_BLHV.shape[-1]),
+            *(self._to_heads(x, 1).reshape(by_key) for x in (decay_BLH, rate_BLH)),
+            None if positions_BL is None else positions_BL == 0,
+        )
+        mixed_BLGRV, recurrent = delta_rule(tokens, state[-1], config.delta_chunk)
+        cache = given.cache and given.cache._replace(parts=(*after, recurrent))
+        return sequence.to_tokens(mixed_BLGRV.reshape(v_BLHV.shape)), cache
+
+    def _to_heads(self, x_BLX: jax.Array, width: int) -> jax.Array:
+        """All tokens of a share of the heads, each of a width, from a shard with all heads."""
+        x_BLHK = x_BLX.reshape(*x_BLX.shape[:2], -1, width)
+        x_BLHK = self.sequence.to_heads(x_BLHK)
+        return x_BLHK.reshape(*x_BLHK.shape[:2], -1)
+
+
+def empty_state(config: Sizes, x: jax.Array, shares: int) -> tuple[jax.Array, ...]:
+    """The state before a sequence: last inputs of the three convolutions, and the recurrence's.
+
+    Args:
+      config: sizes of the network.
+      x: an array of the batch and the dtype, `[B, ...]`.
+      shares: number of devices that share the heads.
+    """
+    groups = config.delta_key_heads // shares
+    values = config.delta_value_heads // config.delta_key_heads
+    key, value = config.delta_key_dim, config.delta_value_dim
+    tails = groups * key, groups * key, groups * values * value
+    return (
+        *(jnp.zeros((len(x), config.delta_taps - 1, width), x.dtype) for width in tails),
+        jnp.zeros((len(x), groups, values, key, value), jnp.promote_types(x.dtype, jnp.float32)),
+    )
+
+
+def normalise(x: jax.Array) -> jax.Array:
+    """x over its norm along the last dim, as `Qwen3NextGatedDeltaNet` computes it, float32."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return wide * jax.lax.rsqrt((wide * wide).sum(-1, keepdims=True) + 1e-6)
+
+
+def _draw_log_decay(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Logarithms of speeds that are uniform from 0.01 to 16, as transformers draws them."""
+    return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16.0))
+
+
+def _draw_taps(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Uniform taps, as torch's `Conv1d` draws them for one channel each."""
+    bound = shape[0] ** -0.5
+    return jax.random.uniform(key, shape, jnp.float32, -bound, bound)

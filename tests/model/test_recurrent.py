@@ -1,0 +1,149 @@
+"""Recurrences in chunks against one token after the other, and short convolutions."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_same
+from meshes import HYBRID
+from oracles import recurrence
+
+from jaxpipe.model.families.qwen3_next.config import Qwen3NextConfig
+from jaxpipe.model.kernels.cudnn_packed import RowDocuments
+from jaxpipe.model.layers.parts import LayerInputs, init_from
+from jaxpipe.model.options import LayerParts
+from jaxpipe.model.recurrent.chunks import Tokens, delta_rule, unit_lower_inverse
+from jaxpipe.model.recurrent.convolution import causal_convolution
+from jaxpipe.model.recurrent.gated_delta import GatedDeltaNetwork, normalise
+
+B, L, G, R, K, V = 2, 21, 2, 3, 4, 5
+
+
+@pytest.fixture(autouse=True)
+def wide():
+    with jax.enable_x64(True):
+        yield
+
+
+def drawn(*, starts=False, decay=1.0):
+    rng = np.random.default_rng(0)
+    sizes = (B, L, G, K), (B, L, G, K), (B, L, G, R, V)
+    q, k, v = (jnp.asarray(rng.normal(size=size)) for size in sizes)
+    decays = -decay * jnp.asarray(rng.exponential(size=(B, L, G, R)))
+    rates = jnp.asarray(rng.random((B, L, G, R)))
+    begins = jnp.asarray(rng.random((B, L)) < 0.2) if starts else None
+    state = jnp.asarray(rng.normal(size=(B, G, R, K, V)))
+    return Tokens(q, normalise(k), v, decays, rates, begins), state
+
+
+def loss_and_gradients(run, tokens, state):
+    *floats, starts = tokens
+
+    def loss(floats, state):
+        made, after = run(Tokens(*floats, starts), state)
+        return jnp.sin(made).sum() + (after**2).sum(), (made, after)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(tuple(floats), state)
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_chunks_are_the_recurrence(starts):
+    tokens, state = drawn(starts=starts)
+    want = loss_and_gradients(recurrence.delta_rule, tokens, state)
+    for chunk in (1, 8, 64):  # of which 8 does not divide the length
+        assert_same(loss_and_gradients(partial(delta_rule, chunk=chunk), tokens, state), want)
+
+
+def test_a_state_that_decays_at_once_is_finite():
+    """Of decays within a chunk only differences are taken, and of tokens before alone."""
+    tokens, state = drawn(starts=True, decay=100.0)
+    want = loss_and_gradients(recurrence.delta_rule, tokens, state)
+    assert_same(loss_and_gradients(partial(delta_rule, chunk=16), tokens, state), want)
+
+
+def test_slices_hand_on_their_state():
+    tokens, state = drawn()
+    run = jax.jit(delta_rule, static_argnums=2)
+    want, after = run(tokens, state, 8)
+    made = []
+    for begin in range(0, L, 7):
+        part = jax.tree.map(lambda x, begin=begin: x[:, begin : begin + 7], tokens)
+        of_slice, state = run(part, state, 8)
+        made.append(of_slice)
+    assert_same((jnp.concatenate(made, 1), state), (want, after))
+
+
+def test_nothing_has_a_row_of_keys_or_a_state_for_every_token():
+    """Neither F nor the gradient, at 4,096 tokens."""
+    length, width, heads = 4096, 64, 2
+    sizes = (1, length, heads, width), (1, length, heads, width), (1, length, heads, 1, width)
+    shapes = [*sizes, (1, length, heads, 1), (1, length, heads, 1)]
+    floats = tuple(jax.ShapeDtypeStruct(size, jnp.float32) for size in shapes)
+    state = jax.ShapeDtypeStruct((1, heads, 1, width, width), jnp.float32)
+
+    def total(floats, state):
+        return delta_rule(Tokens(*floats), state, 64)[0].sum()
+
+    largest = max(largest_values(jax.make_jaxpr(jax.grad(total))(floats, state).jaxpr))
+    # The states at the starts of chunks, and what is as large.
+    assert largest == heads * length * width
+    assert largest < min(length**2, heads * length * width**2)
+
+
+def largest_values(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield from (var.aval.size for var in eqn.outvars)
+        for param in eqn.params.values():
+            if body := getattr(param, "jaxpr", param if hasattr(param, "eqns") else None):
+                yield from largest_values(body)
+
+
+def test_the_inverse_and_its_gradient():
+    lower = jnp.tril(jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 16))), -1)
+    eye = jnp.eye(16)[None]
+
+    def plain(lower):
+        return jnp.linalg.inv(eye + jnp.tril(lower, -1))
+
+    want = plain(lower), jax.grad(lambda x: jnp.sin(plain(x)).sum())(lower)
+    got = (
+        unit_lower_inverse(lower),
+        jax.grad(lambda x: jnp.sin(unit_lower_inverse(x)).sum())(lower),
+    )
+    assert_same(got, want, 1e-9)  # entries of the inverse are large
+
+
+def test_a_convolution_reads_no_other_document_and_no_later_token():
+    rng, taps = np.random.default_rng(0), 4
+    x, weights = rng.normal(size=(1, 9, 3)), rng.normal(size=(taps, 3))
+    positions = np.array([[2, 3, 4, 0, 1, 0, 1, 2, 3]])  # the first began before
+    before = rng.normal(size=(1, taps - 1, 3))
+    window, want = np.concatenate([before, x], 1), np.zeros((1, 9, 3))
+    for t in range(9):
+        for back in range(min(positions[0, t], taps - 1) + 1):
+            want[0, t] += weights[taps - 1 - back] * window[0, t + taps - 1 - back]
+    arguments = (jnp.asarray(weights), jnp.asarray(before), jnp.asarray(positions))
+    made, last = causal_convolution(jnp.asarray(x), *arguments)
+    assert_same((made, last), (want, x[:, -3:]))
+    one, tail = causal_convolution(jnp.asarray(x[:, :1]), *arguments[:2], jnp.asarray([[2]]))
+    assert_same((one, tail), (want[:, :1], window[:, 1:4]))  # a slice shorter than the taps
+
+
+def test_documents_have_no_gradient_at_each_other():
+    config = Qwen3NextConfig(**HYBRID)
+    network = GatedDeltaNetwork(config, LayerParts(), init_from(jax.random.key(0)))
+    positions = jnp.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 9, config.d_model)))
+    given = LayerInputs(documents=RowDocuments(jnp.zeros_like(positions), positions))
+
+    def of_second(x):
+        made = network(x, positions, given)[0][:, 4:]
+        return (made**2).sum(), made
+
+    gradient, made = jax.jit(jax.grad(of_second, has_aux=True))(x)
+    assert (gradient[:, :4] == 0).all()
+    assert (gradient[:, 4:] != 0).all()
+    alone = jax.jit(lambda x: network(x, positions[:, 4:], LayerInputs())[0])(x[:, 4:])
+    assert_same(made, alone)
