@@ -165,8 +165,11 @@ class Chunk:
         Every pipeline rank computes it, and its results count only where the flag `runs` is set.
         The gradient sums of a run are reduced as soon as the next run in backward order is
         finished, and no later computation depends on them, so the reduction overlaps with compute.
+        A loop over layers reduces those of a layer itself, while it computes the next.
         """
-        actions = self.gradient_runs(op, inputs, read_inputs, in_turn=True, counts=runs)
+        actions = self.gradient_runs(
+            op, inputs, read_inputs, in_turn=True, counts=runs, reduces=True
+        )
         outputs = actions[0](before)
         for place, action in zip(reversed(range(1, len(self.runs))), actions[1:]):
             outputs = action(outputs)  # of the run before `place`
@@ -177,7 +180,8 @@ class Chunk:
 
     def _with_reduced(self, totals: tuple[Tree, ...], place: int) -> tuple[Tree, ...]:
         """Return the gradient sums of all runs, with those of one run reduced over replicas."""
-        reduced = self.runs[place].reduce(totals[place])
+        run = self.runs[place]
+        reduced = totals[place] if run.may_reduce_in_loop else run.reduce(totals[place])
         return (*totals[:place], reduced, *totals[place + 1 :])
 
     def reduce(self, totals: tuple[Tree, ...]) -> tuple[Tree, ...]:
@@ -186,7 +190,7 @@ class Chunk:
 
     def gradient_runs(
         self, op: Op, inputs: ActionInputs, read_inputs: ReadInputs,
-        *, in_turn: bool = False, counts: jax.Array | None = None,
+        *, in_turn: bool = False, counts: jax.Array | None = None, reduces: bool = False,
     ) -> list[Callable[[BackwardOutputs], BackwardOutputs]]:  # fmt: skip
         """Return B, W or BW of every run as functions, from the last run to the first.
 
@@ -205,6 +209,7 @@ class Chunk:
             that computes stays live (a third of the memory for 20 layers of a 13B model, tp=4, full
             remat). Residuals on the host are read without waiting, so that copies overlap.
           counts: as in `LayerRun.add_gradients`.
+          reduces: loops over layers reduce the gradient sums over replicas, where they can.
         """
         last = len(self.runs) - 1
 
@@ -223,7 +228,9 @@ class Chunk:
                 dy, start = lax.optimization_barrier((dy, jnp.int32(0)))
             read_sums = embed_head_of(run.kind.kind, before.read_sums)
             passed = dy, totals[place], read_sums, before.statistics, rings[run.ring]
-            passed, gathered = run.over_layers(
+            loops = reduces and run.may_reduce_in_loop
+            over_layers: Any = run.over_layers_and_reduce if loops else run.over_layers
+            passed, gathered = over_layers(
                 gradient, passed, before.next_params, after, backward=True, prefetch=op is Op.BW
             )
             dy, totals[place], read_sums, statistics, rings[run.ring] = passed

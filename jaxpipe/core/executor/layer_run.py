@@ -1,5 +1,6 @@
 """The layers of a run on one pipeline rank, each of them alone, and the loop over them."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -14,6 +15,7 @@ from jaxpipe.core.executor import buffers
 from jaxpipe.core.executor.buffers import Index
 from jaxpipe.core.executor.traced_kind import BufferedKind
 from jaxpipe.core.mesh import DP, ParamSharding
+from jaxpipe.core.mesh.flags import merge, select
 from jaxpipe.core.split.halves import Halves, tie
 from jaxpipe.core.split.phases import run_in_phases
 from jaxpipe.core.split.ports import Weights
@@ -218,6 +220,49 @@ class LayerRun:
         state = passed, gathered
         passed, gathered = self._repeat(last, run_and_gather_next, state, halves)
         return run_one(last, passed, gathered, after)
+
+    @property
+    def may_reduce_in_loop(self) -> bool:
+        """Whether there is a loop over the layers in which no layer is in a cond."""
+        return self.layers > 1 and self.active is None
+
+    def over_layers_and_reduce(
+        self, gradient: OfLayer, passed: Passed, *args: Any, **how: Any
+    ) -> tuple[Passed, Tree]:
+        """Run the step's last `gradient` as `over_layers` does, and reduce the gradient sums.
+
+        The sums, the second of `passed`, are returned as this device's shards. A collective cannot
+        begin in one iteration of a loop and end in another, so each layer reduces the sums of the
+        layer before it, beside its own compute. The first reduces some that are not complete, and
+        the second overwrites them. Sums whose shards are as large as they are need no second
+        buffer, and are reduced after the loop.
+        """
+        dy, sums, *others = passed
+        like = jax.eval_shape(self.reduce, sums)
+        early = jax.tree.map(lambda shard, of: shard.shape != of.shape, like, sums)
+        late = jax.tree.map(operator.not_, early)
+
+        def row_of(sums: Tree, row: Index) -> Tree:
+            row_at = partial(lax.dynamic_slice_in_dim, start_index=row, slice_size=1)
+            return jax.tree.map(row_at, select(early, sums))
+
+        def write(shards: Tree, of_row: Tree, row: Index) -> Tree:
+            return buffers.write(shards, jax.tree.map(lambda of: of[0], self.reduce(of_row)), row)
+
+        def run(layer: LayerRun, params: Tree, dy: jax.Array, both: Passed, *others: Any) -> Passed:
+            assert layer.row is not None
+            (sums, shards), before = both, jnp.minimum(layer.row + 1, self.layers - 1)
+            # Sums are read before this layer adds its own. Otherwise XLA may copy those of all.
+            dy, of_before = lax.optimization_barrier((dy, row_of(sums, before)))
+            shards = write(shards, of_before, before)
+            dy, sums, *rest = gradient(layer, params, dy, sums, *others)
+            return dy, (sums, shards), *rest
+
+        shards = jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), select(early, like))
+        start = dy, (sums, shards), *others
+        (dy, (sums, shards), *others), gathered = self.over_layers(run, start, *args, **how)
+        shards = write(shards, row_of(sums, 0), 0)
+        return (dy, merge(early, shards, self.reduce(select(late, sums))), *others), gathered
 
     def _repeat(
         self, layers: int, layer: Callable[[Any, Any], Any], state: Any, halves: Halves | None

@@ -69,6 +69,34 @@ def test_a_loop_equals_the_reference(name, dp, execution):
         assert_same(got, losses_and_gradients_ref(TOY, params["embed_head"], layers, batch))
 
 
+@pytest.mark.extended(unless=["1f1b-execution0"])
+@pytest.mark.parametrize(
+    ("name", "execution"),
+    [
+        ("1f1b", {"zero_stage": 2}),
+        ("1f1b", {"zero_stage": 1, "layers_per_iteration": 2, "grad_reduce_dtype": jnp.float64}),
+        ("zb_h1", {"zero_stage": 1}),
+    ],
+)
+def test_a_loop_reduces_its_gradients_layer_by_layer(name, execution):
+    """The closing tick has no empty slot, so its loop also has the collectives over dp."""
+    with jax.enable_x64(True):
+        pipeline, layout, params, layers, batch = looped(
+            name, (3,), 2, dtype=jnp.float64, poison_bubbles=True, overlap_sums=True, **execution
+        )
+        step = jax.jit(pipeline.losses_and_gradients)
+        losses, gradients = step(params, batch)
+        got = losses, gradients | {"layers": layout.unstack(gradients["layers"])}
+        assert_same(got, losses_and_gradients_ref(TOY, params["embed_head"], layers, batch))
+        equations = list(eqns_of(step.trace(params, batch).jaxpr.jaxpr))
+    of_all = {
+        eqn.invars[0].aval.shape
+        for eqn, _ in equations
+        if eqn.primitive.name in ("psum", "reduce_scatter") and eqn.invars[0].aval.ndim == 3
+    }
+    assert {shape[0] for shape in of_all} == {1}  # the sums of one layer, never those of 3
+
+
 @pytest.mark.extended
 @pytest.mark.slow(unless=["1f1b"])
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b"])
