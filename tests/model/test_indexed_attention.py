@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from scipy.special import log_softmax, softmax
 
 from jaxpipe.core.contract import Context
@@ -16,6 +17,7 @@ from jaxpipe.core.split.ports import Cotangent
 from jaxpipe.core.split.split import split_layer
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.attention import indexed
+from jaxpipe.model.attention.case import AttentionCase
 from jaxpipe.model.attention.indexed import IndexedAttention, IndexQueries
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
@@ -142,6 +144,54 @@ def test_equal_scores_choose_the_earlier_keys(operands):
 def test_a_ring_is_refused(operands):
     with pytest.raises(ValueError, match="set parallel.cp_method=gather"):
         called(attention(sequence=FullSequence(2, heads=1)), *operands)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"index_n_heads": 0}, "sizes of one indexer: give all three"),
+        ({"q_lora_rank": 0}, "index_topk=4 needs model.q_lora_rank"),
+        ({"index_head_dim": 2}, "index_head_dim=2 must be at least model.qk_rope_head_dim=4"),
+        ({"index_warmup": True, "index_loss": 0.0}, "it has nothing to learn: raise it"),
+        ({"index_warmup": True, "router_bias_rate": 0.1}, "router_bias_rate=0.1 changes"),
+        (
+            {"index_topk": 0, "index_n_heads": 0, "index_head_dim": 0, "index_loss": 2.0},
+            "index_loss=2.0 are of an indexer, but model.index_topk=0",
+        ),
+    ],
+)
+def test_sizes_that_make_no_indexer_are_refused(fields, sentence):
+    assert list(MODEL.broken_rules(tp=1)) == []
+    model = replace(MODEL, **fields)
+    assert [one for one in model.broken_rules(tp=1) if sentence in one]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sequence", "sentence"),
+    [
+        ({}, FullSequence(2, heads=1), "set parallel.cp_method=gather"),
+        ({"attention": "cudnn"}, FullSequence(), "set model.attention=xla"),
+        ({"attention_dropout": 0.1}, FullSequence(), "set model.attention_dropout=0"),
+    ],
+)
+def test_attention_that_cannot_choose_keys_is_refused(fields, sequence, sentence):
+    unmet = replace(MODEL, **fields).unmet_by_attention(AttentionCase(sequence), tp=1)
+    assert [one for one in unmet if sentence in one]
+    assert not list(MODEL.unmet_by_attention(AttentionCase(FullSequence(2)), tp=1))
+
+
+def test_what_is_trained():
+    """All, the indexer alone, or all but the indexer."""
+
+    def trained(**fields):
+        leaves = FAMILIES["deepseek"].build(replace(MODEL, **fields)).leaves
+        specs = jax.tree.leaves_with_path(leaves["layer"])
+        return {jax.tree_util.keystr(path) for path, spec in specs if spec.trained}
+
+    every, own = trained(), trained(index_warmup=True)
+    assert own == {name for name in every if "indexer" in name}
+    assert trained(index_loss=0.0) == every - own
+    assert len(own) == 5
 
 
 def layer_of(model, length, batch=1):

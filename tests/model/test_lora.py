@@ -222,7 +222,7 @@ def test_dropout_is_the_same_on_every_mesh():
             "llama", Adapters(2, 2.0), {"devices": TensorParallel(4)},
             "parallel.tp=4 must divide model.n_kv_heads",
         ),
-        ("latent", Adapters(2, 2.0, dropout=0.1), {"slices": 2}, "and 2 slices of a sequence have no"),
+        ("latent", Adapters(2, 2.0, dropout=0.1), {"slices": 2}, "2 slices of a sequence have no"),
         (
             "latent", Adapters(2, 2.0, dropout=0.1), {"sequence": ContextParallel(2)},
             "parallel.cp=2 .* leave wkv_b out",

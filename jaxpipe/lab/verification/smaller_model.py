@@ -13,7 +13,7 @@ from jaxpipe.model.layers.moe.config import is_sparse
 _HEAD, _HIDDEN = 8, 12  # widths of a head, and per device of an MLP
 _WIDTHS = {  # of DeepSeek's latent attention, in which all differ
     "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
-    "v_head_dim": 5,
+    "v_head_dim": 5, "index_n_heads": 8, "index_head_dim": 7,
 }  # fmt: skip
 _DELTA = {"delta_key_dim": 6, "delta_value_dim": 5, "delta_taps": 4, "delta_chunk": 2}
 
@@ -26,7 +26,7 @@ def smaller_model(
 
     Key/value heads stay shared by query heads, or copied on devices, where they were; a vocabulary
     that its devices do not divide stays one; groups of experts, shared experts, leading dense
-    layers, a sliding window, chunks and predictions of further tokens stay.
+    layers, a sliding window, chunks, chosen keys and predictions of further tokens stay.
 
     Args:
       model: the model of the run.
@@ -51,6 +51,7 @@ def smaller_model(
         "global_every": min(getattr(model, "global_every", 0), every),
         "sliding_window": min(getattr(model, "sliding_window", 0), length // 2 - 1),
         "attention_chunk": min(getattr(model, "attention_chunk", 0), length // 2 - 1),
+        "index_topk": min(getattr(model, "index_topk", 0), length // 2 - 1),
         "nope_every": min(getattr(model, "nope_every", 0), every),
         "attention_every": min(getattr(model, "attention_every", 0), every),
         "temperature_floor": min(getattr(model, "temperature_floor", 0), 2),

@@ -40,6 +40,12 @@ OTHERS = {
         "experts_per_token = 2\nexpert_groups = 4\ngroups_per_token = 2\nshared_experts = 1",
         ("parallel.ep=2", "parallel.schedule=dualpipev", "data.packing=sequential"),
     ),
+    "indexed": (
+        "family = 'deepseek'\nq_lora_rank = 32\nkv_lora_rank = 24\nqk_nope_head_dim = 16\n"
+        "qk_rope_head_dim = 8\nv_head_dim = 16\nindex_topk = 64\nindex_n_heads = 4\n"
+        "index_head_dim = 16",
+        ("parallel.tp=2", "parallel.slices=2", "train.remat=full"),
+    ),
     "llama4": (
         "family = 'llama4'\nn_kv_heads = 4\nattention_chunk = 16\ntemperature_floor = 16\n"
         "nope_every = 2\nn_experts = 4\nexperts_per_token = 1",

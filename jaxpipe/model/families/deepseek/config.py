@@ -212,7 +212,7 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
 
         `model.index_warmup` and `model.index_loss` need `model.index_topk`.
 
-        `model.index_warmup` needs `model.index_loss` above 0.
+        `model.index_warmup` needs `model.index_loss` above 0, and `model.router_bias_rate=0`.
         """
         sizes = self.index_topk, self.index_n_heads, self.index_head_dim
         if not any(sizes):
@@ -227,6 +227,12 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
             yield (
                 "model.index_warmup=true trains the indexer alone, but with model.index_loss=0 it "
                 "has nothing to learn: raise it."
+            )
+        if self.index_warmup and self.router_bias_rate:
+            yield (
+                f"model.index_warmup=true freezes all but the indexer, but "
+                f"model.router_bias_rate={self.router_bias_rate} changes the router's biases: set "
+                f"it to 0, with model.router_bias=true."
             )
         if not all(sizes):
             yield (
