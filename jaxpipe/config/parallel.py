@@ -61,6 +61,14 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         needs("parallel.ep", above=1, why="it says over which devices experts are shared"),
         needs("parallel.sequence_parallel", why="that shards the tokens over tp"),
     ] = False
+    # consecutive devices of ep that are in one host: a token is sent once to every host that has
+    # experts of it, and spread inside (two-stage all-to-all); 1, or ep: a token is sent straight to
+    # every device that has experts of it
+    ep_per_host: Annotated[
+        Positive,
+        divides("parallel.ep", why="hosts have equally many of these devices"),
+        excludes("model.capacity_factor", why="the slots of a capacity belong to single experts"),
+    ] = 1
     # capacity of the expert all-to-all buffer, as a multiple of the mean load; 0: worst case,
     # nothing overflows
     ep_buffer_factor: Annotated[
@@ -157,6 +165,7 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         groups = f" in {self.dp_replicate} groups" if self.dp_replicate > 1 else ""
         experts = f" ep={self.ep}" if self.ep > 1 else ""
         experts += " over tp" if self.ep_over_tp else ""
+        experts += f" in hosts of {self.ep_per_host}" if self.ep_hosts > 1 else ""
         return f"pp={self.pp} dp={self.dp}{groups}{shared}{experts} tp={self.tp}"
 
     @property
@@ -189,6 +198,11 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     def ep_replicas(self) -> int:
         """Replicas that share the experts of a layer: the size of the mesh axis ep."""
         return self.ep // self.tp if self.ep_over_tp else self.ep
+
+    @property
+    def ep_hosts(self) -> int:
+        """Hosts to each of which a token is sent once; 1: it is sent straight to devices."""
+        return self.ep // self.ep_per_host if self.ep_per_host > 1 else 1
 
     @property
     def devices(self) -> int:

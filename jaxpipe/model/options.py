@@ -51,7 +51,7 @@ class Ops:
     Attributes:
       precision: precision of the products with the layers' weights.
       dispatch: `(config, replicas)` to the `Dispatch` that brings tokens to experts; None:
-        `moe.experts.choose_dispatch`.
+        `moe.layer.choose_dispatch`.
       records_routes: whether layers return the chosen experts as `routes`, in the form that a
         replay reads.
       documents: most documents in a packed row, within which attention stays; 0: a row is one text.

@@ -15,7 +15,7 @@ from jaxpipe.model.decoder import CausalDecoder
 from jaxpipe.model.family import Model
 from jaxpipe.model.layers.fp8 import PLAIN, Fp8
 from jaxpipe.model.layers.lora import Adapters, LoraDecoder
-from jaxpipe.model.layers.moe.experts import choose_dispatch
+from jaxpipe.model.layers.moe.layer import choose_dispatch
 from jaxpipe.model.layers.moe.products import GroupedProduct, choose_grouped_product
 from jaxpipe.model.options import Loss, Ops, Sharing
 from jaxpipe.planning.objective import objective_of
@@ -57,7 +57,10 @@ def _sharing_of(config: Config) -> Sharing:
     if parallel.cp > 1:
         sequence = ContextParallel(parallel.cp, parallel.exchanging)
     if parallel.ep > 1:
-        replicas = ExpertParallel(parallel.ep, parallel.ep_buffer_factor, parallel.ep_over_tp)
+        replicas = ExpertParallel(
+            parallel.ep, parallel.ep_buffer_factor, parallel.ep_over_tp,
+            parallel.ep_per_host if parallel.ep_hosts > 1 else 1,
+        )  # fmt: skip
     return Sharing(devices, embed_head_devices, sequence, config.layer_slices, replicas)
 
 

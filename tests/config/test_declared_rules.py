@@ -116,6 +116,9 @@ BROKEN = (
     "parallel.ep=2 parallel.dp=2 -> model.n_experts",
     "parallel.ep=2 parallel.dp=2 model.n_experts=3 -> model.n_experts",
     "parallel.ep_over_tp=true -> parallel.ep",
+    "parallel.ep_per_host=3 parallel.ep=4 parallel.dp=4 model.n_experts=4 -> parallel.ep",
+    "parallel.ep_per_host=2 parallel.ep=4 parallel.dp=4 model.n_experts=4 "
+    "model.capacity_factor=2.0 -> model.capacity_factor",
     "parallel.ep_over_tp=true parallel.ep=2 model.n_experts=4 parallel.tp=2 "
     "-> parallel.sequence_parallel",
     "parallel.ep_buffer_factor=2.0 -> parallel.ep",

@@ -27,7 +27,7 @@ from jaxpipe.model.layers.moe.dispatch import (
     gather_into_slots,
     sum_from_slots,
 )
-from jaxpipe.model.layers.moe.experts import choose_dispatch
+from jaxpipe.model.layers.moe.layer import choose_dispatch
 from jaxpipe.model.layers.moe.products import multiply_by_kernel
 from jaxpipe.model.layers.moe.router import Routes, choose
 from jaxpipe.planning.cost.costs import costs_of

@@ -103,6 +103,35 @@ def test_devices_along_tp_route_their_own_tokens_to_whole_experts(model, name, m
     assert not np.asarray(got.aux.sums["expert_rows_dropped"]).any()
 
 
+BY_HOST = [
+    ("qwen", "1f1b", (1, 4, 1, 4), {}),
+    ("deepseek", "zb_h1", (2, 4, 1, 4), {"remat": "full", "zero_stage": 2}),
+    ("deepseek", "1f1b", (2, 2, 2, 2), {"over_tp": True, "remat": "selective"}),
+    ("qwen", "dualpipev", (2, 4, 1, 4), {"lockstep": PAIRED}),
+    ("qwen", "zbv", (2, 4, 1, 4), {"padding": "packed"}),
+    ("deepseek", "1f1b", (2, 4, 1, 4), {"cp": 2, "heads": 1, "routed": True}),
+    ("one", "zb_h1", (2, 4, 1, 4), {"crowded": True}),
+]
+
+
+@pytest.mark.extended
+@pytest.mark.slow(unless=["qwen-1f1b-mesh0-*"])
+@pytest.mark.parametrize(("model", "name", "mesh", "how"), BY_HOST)
+def test_a_token_is_sent_to_each_host_once(model, name, mesh, how):
+    """Two hosts, of two of the devices that share the experts each."""
+    got, want = run(model, name, *mesh, per_host=2, poison_bubbles=True, **how)
+    assert_same(got, want)
+    assert not np.asarray(got.aux.sums["expert_rows_dropped"]).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("room", "lost"), [(1.0, 3 / 4), (2.0, 1 / 2), (4.0, 0)])
+def test_what_buffers_of_hosts_have_no_room_for_is_counted(room, lost):
+    """All tokens go to one device of the first host; half of them is the mean of a host."""
+    got, _ = run("one", "1f1b", 2, 4, 1, 4, crowded=True, room=room, per_host=2)
+    assert got.aux.sums["expert_rows_dropped"].tolist() == [TOKENS * lost] * 4
+
+
 @pytest.mark.slow
 def test_the_kernel_of_gpus_agrees_with_the_reference(monkeypatch):
     """A stand-in keeps uninitialized rows of no group, and buffers are half empty."""

@@ -1,7 +1,7 @@
 """Traced costs of layers with experts against closed forms: FLOPs, bytes sent. All exact."""
 
 from itertools import product
-from math import prod
+from math import comb, prod
 
 import jax
 import pytest
@@ -83,6 +83,50 @@ def test_whole_experts_halve_what_two_devices_of_a_layer_send(capacity):
     for op in "FB":
         assert 0 < halved[op] <= 0.55 * alone[op]
         assert over_tokens[op] <= 0.55 * over_width[op]  # nor are tokens gathered for experts
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.25])
+def test_two_stages_send_a_token_to_each_host_once(factor):
+    """A layer of Qwen3-235B on four hosts of eight devices; dropless, by the shapes of buffers."""
+    experts, each, hosts, per_host = 128, 8, 4, 8
+    ep = hosts * per_host
+    model = LlamaConfig(
+        n_layers=1, d_model=4096, n_heads=64, n_kv_heads=4, head_dim=128, d_ff=12288,
+        vocab_size=64, n_experts=experts, experts_per_token=each, d_expert=1536,
+    )  # fmt: skip
+    train = TrainConfig(
+        steps=1, grad_accum_steps=1, microbatch_size=1, seq_len=4096, compute_dtype="bfloat16"
+    )
+    one, two = (
+        costs_of(
+            Config(
+                model=model, train=train,
+                parallel=ParallelConfig(dp=ep, ep=ep, ep_per_host=size, ep_buffer_factor=factor),
+            )
+        ).kinds["sparse"]
+        for size in (1, per_host)
+    )  # fmt: skip
+    reached = hosts * (1 - comb(experts - experts // hosts, each) / comb(experts, each))
+    in_a_host = each / reached  # mean number of a token's experts in a host that has some
+    if not factor:  # the worst case: all tokens to all experts of each device, and to each host
+        in_a_host = per_host * min(each, experts // ep)
+    for op in "FB":
+        straight = one.exchanged[op] * (ep - per_host) / (ep - 1)  # leaves the host
+        assert one.spread[op] == 0
+        assert two.exchanged[op] - two.spread[op] <= 1.01 * straight / in_a_host
+        assert two.spread[op] > 0
+
+
+def test_two_stages_take_the_time_of_their_links():
+    """Over one network card of a device; in the host the links are a hundred times as fast."""
+    how = ("parallel.pp=1", "parallel.ep=4", "parallel.ep_buffer_factor=1.5")
+    machine = {"network": 1e8, "link": 1e10}
+    config, straight = estimate_of(*how, **machine)
+    staged, spread = estimate_of(*how, "parallel.ep_per_host=2", **machine)
+    sent = sum(costs_of(staged).kinds["sparse"].exchanged.values())
+    between = sent - sum(costs_of(staged).kinds["sparse"].spread.values())
+    assert between < sum(costs_of(config).kinds["sparse"].exchanged.values())
+    assert 0 < spread.exposed < straight.exposed
 
 
 def estimate_of(*overrides, **hardware):

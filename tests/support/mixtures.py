@@ -29,7 +29,7 @@ from jaxpipe.model import FAMILIES
 from jaxpipe.model.ahead import rows_ahead
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
-from jaxpipe.model.layers.moe.experts import choose_dispatch
+from jaxpipe.model.layers.moe.layer import choose_dispatch
 from jaxpipe.model.layers.moe.reference import one_hot
 from jaxpipe.model.loss import IGNORE
 from jaxpipe.model.options import Ops, Sharing
@@ -176,17 +176,21 @@ def unpadded(model):
 
 def pipeline_of(
     model, name, pp, dp=1, tp=1, ep=1, *, microbatches=MICROBATCHES, sequence=False, cp=1,
-    heads=0, room=0.0, over_tp=False, slices=1, product=lax.ragged_dot, documents=0, **execution,
+    heads=0, room=0.0, over_tp=False, per_host=1, slices=1, product=lax.ragged_dot, documents=0,
+    **execution,
 ):  # fmt: skip
     """Return the pipeline on a mesh, with equally many layers in each stage.
 
-    `over_tp`: the devices along tp of the `ep` replicas have different experts.
+    `over_tp`: the devices along tp of the `ep` replicas have different experts. `per_host`: devices
+    of these that are in one host, for the two-stage all-to-all.
     """
     config = MODELS[model]
     schedule = build(name, pp=pp, microbatches=microbatches, slices=slices)
     counts = (config.pipeline_layers // schedule.stages,) * schedule.stages
     mesh = make_mesh(pp, dp, tp, jax.devices()[: pp * dp * tp], factors=ReplicaFactors(ep=ep))
-    sharers = ep * tp if over_tp else ep
+    sharers, replicas = ep * tp if over_tp else ep, ALL_EXPERTS
+    if sharers > 1:
+        replicas = ExpertParallel(sharers, room, over_tp, per_host)
     parts = 2 if execution.get("overlap_halves") == "sequence" else 1
     decoder = FAMILIES[config.family].build(
         config,
@@ -194,7 +198,7 @@ def pipeline_of(
             devices=TensorParallel(tp, sequence or over_tp) if tp > 1 else ONE_DEVICE,
             sequence=ContextParallel(cp, heads) if cp > 1 else FULL_SEQUENCE,
             slices=slices * parts,
-            replicas=ExpertParallel(sharers, room, over_tp) if sharers > 1 else ALL_EXPERTS,
+            replicas=replicas,
         ),
         ops=Ops(dispatch=partial(choose_dispatch, product=product), documents=documents),
     )

@@ -141,6 +141,10 @@ def test_rows_of_any_length_leave_the_same_loads():
             "parallel.ep_buffer_factor=2.0 excludes model.capacity_factor=1.0",
         ),
         (["model.n_experts=1024", "parallel.dp=4", "parallel.ep=4"], "are more than 255 on each"),
+        (
+            ["model.n_experts=512", "parallel.dp=4", "parallel.ep=4", "parallel.ep_per_host=2"],
+            "devices in 2 hosts are more than 255 on each",
+        ),
         (["model.experts_per_token=5"], "model.experts_per_token=5 exceeds model.n_experts=4"),
     ],
 )

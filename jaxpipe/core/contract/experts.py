@@ -22,11 +22,24 @@ class AllExperts:
       over_tp: whether the devices along tp are among the `size` devices. Each then holds whole
         experts, and sends only its own tokens of a stream that is sharded along the sequence
         (`OneDevice.sequence`).
+      per_host: consecutive devices of one host, to which a token is sent once; 1: a token is sent
+        straight to the devices of its experts.
     """
 
     size: int = 1
     room: float = 0.0
     over_tp: bool = False
+    per_host: int = 1
+
+    @property
+    def between_hosts(self) -> "AllExperts":
+        """One device of each host, which exchange what is for any device of their hosts."""
+        return self
+
+    @property
+    def in_host(self) -> "AllExperts":
+        """The devices of a host."""
+        return self
 
     def exchange(self, rows: Any) -> Any:
         """All-to-all of `[size, ...]`: block i goes to device i; results are in device order."""

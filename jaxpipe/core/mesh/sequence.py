@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.core.contract.sequence import FullSequence
+from jaxpipe.core.mesh.groups import strided_groups
 from jaxpipe.core.mesh.mesh import ZERO_AXES
 
 
@@ -116,12 +117,12 @@ class ContextParallel(FullSequence):
     @property
     def _sharers(self) -> list[list[int]]:
         """The groups of replicas that share a sequence."""
-        return _groups(self.size, self.stride)
+        return strided_groups(lax.axis_size(ZERO_AXES), self.size, self.stride)
 
     @property
     def _neighbours(self) -> list[list[int]]:
         """The groups of replicas that exchange heads."""
-        return _groups(self.heads, self.stride)
+        return strided_groups(lax.axis_size(ZERO_AXES), self.heads, self.stride)
 
     def shard(self, values: Any, dp: int) -> Any:
         """`[M, B, L, ...]` as `[M, B * size, L / size, ...]`, whose axis 1 dp then shards.
@@ -142,17 +143,6 @@ class ContextParallel(FullSequence):
             values = halves[:, :, np.array(order)]
         parts = values.reshape(m, groups, b // groups, self.size, own, *rest)
         return parts.swapaxes(2, 3).reshape(m, b * self.size, own, *rest)
-
-
-def _groups(size: int, apart: int) -> list[list[int]]:
-    """All replicas in groups of `size` whose members are `apart` replicas from each other."""
-    replicas = range(lax.axis_size(ZERO_AXES))
-    block = size * apart
-    return [
-        list(replicas[begin + first : begin + block : apart])
-        for begin in replicas[::block]
-        for first in range(apart)
-    ]
 
 
 def shard_batch(

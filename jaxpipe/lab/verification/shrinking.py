@@ -117,6 +117,9 @@ def _smaller_mesh(parallel: ParallelConfig) -> ParallelConfig:
     cp = 4 if 1 < parallel.cp_heads < parallel.cp else min(parallel.cp, 2)
     axes = parallel.dp_replicate, parallel.ep_replicas, parallel.tp
     rp, ep, tp = (min(size, 2) for size in axes)
+    per_host = min(parallel.ep_per_host, 2)
+    if parallel.ep_hosts > 1 and not parallel.ep_over_tp:
+        ep = 2 * per_host  # two hosts
     rest = parallel.dp > parallel.dp_replicate * math.lcm(parallel.cp, parallel.ep_replicas)
     dp = rp * math.lcm(cp, ep)
     if rest and pp * dp * tp < MOST_DEVICES:
@@ -126,7 +129,7 @@ def _smaller_mesh(parallel: ParallelConfig) -> ParallelConfig:
         in_flight = max(round(in_flight * (2 * pp - 1) / (2 * parallel.pp - 1)), pp)
     return replace(
         parallel, pp=pp, dp=dp, tp=tp, cp=cp, cp_heads=heads, dp_replicate=rp,
-        ep=ep * tp if parallel.ep_over_tp else ep,
+        ep=ep * tp if parallel.ep_over_tp else ep, ep_per_host=per_host,
         in_flight=in_flight,
     )  # fmt: skip
 
@@ -227,8 +230,8 @@ def _with_enough_microbatches(config: Config, most: int) -> RunPlan:
 def _changes(before: Config, after: Config) -> Iterator[str]:
     """Yield what changed of the mesh, the schedule's sizes and the loops."""
     sizes = (
-        "pp", "dp", "tp", "cp", "cp_heads", "ep", "dp_replicate", "in_flight", "slices",
-        "unroll_layers",
+        "pp", "dp", "tp", "cp", "cp_heads", "ep", "ep_per_host", "dp_replicate", "in_flight",
+        "slices", "unroll_layers",
     )  # fmt: skip
     for name in sizes:
         old, new = (getattr(config.parallel, name) for config in (before, after))

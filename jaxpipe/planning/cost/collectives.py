@@ -10,7 +10,7 @@ from collections.abc import Callable
 from jaxpipe.config import Config
 from jaxpipe.planning.cost.compute import OPS, seconds_by_kind
 from jaxpipe.planning.cost.costs import LayerCosts, costs_of
-from jaxpipe.planning.cost.machine import Hardware
+from jaxpipe.planning.cost.machine import Group, Hardware
 from jaxpipe.planning.cost.parameter_traffic import layer_traffic
 from jaxpipe.planning.cost.seconds import NO_EXCHANGE, LayerSeconds
 
@@ -53,33 +53,40 @@ def tensor_of(config: Config, hardware: Hardware) -> LayerSeconds:
     Sizes are traced; those of embedding and head are left out.
     """
     group = hardware.axes(config.parallel).tp
-    return _behind_weights(
-        config, hardware, "tensor", lambda sent, calls: hardware.ring(sent, group, calls)
-    )
+
+    def seconds(kind: LayerCosts, op: str) -> float:
+        return hardware.ring(kind.tensor[op], group, kind.calls["tensor"][op])
+
+    return _behind_weights(config, hardware, seconds)
 
 
 def exchange_of(config: Config, hardware: Hardware) -> LayerSeconds:
     """Seconds for which the mean layer waits for all-to-alls over ep, which BW hides."""
-    group = hardware.axes(config.parallel).ep
-    return _behind_weights(
-        config, hardware, "exchanged", lambda sent, calls: hardware.all_to_all(sent, group, calls)
-    )
+    parallel, group = config.parallel, hardware.axes(config.parallel).ep
+    hosts, in_host = Group(parallel.ep_hosts, 1), Group(parallel.ep_per_host, parallel.ep_per_host)
+
+    def seconds(kind: LayerCosts, op: str) -> float:
+        sent, calls = kind.exchanged[op], kind.calls["exchanged"][op]
+        if parallel.ep_hosts == 1:
+            return hardware.all_to_all(sent, group, calls)
+        spread, calls = kind.spread[op], calls / 2
+        between = hardware.all_to_all(sent - spread, hosts, calls)
+        return between + hardware.all_to_all(spread, in_host, calls)
+
+    return _behind_weights(config, hardware, seconds)
 
 
 def _behind_weights(
-    config: Config, hardware: Hardware, name: str, seconds: Callable[[float, float], float]
+    config: Config, hardware: Hardware, of: Callable[[LayerCosts, str], float]
 ) -> LayerSeconds:
-    """Mean seconds of one kind of collectives; of BW those that take longer than it computes.
+    """Mean seconds of collectives, given of an op; of BW those that take longer than it computes.
 
     So it is of every op with `parallel.overlap_halves`; the first and the last collective of a
     stage, which nothing hides, are left out.
     """
     costs = costs_of(config)
-    if not any(sum(getattr(kind, name).values()) for kind in costs.kinds.values()):
+    if not any(of(kind, op) for kind in costs.kinds.values() for op in "FBW"):
         return NO_EXCHANGE
-
-    def of(kind: LayerCosts, op: str) -> float:
-        return seconds(getattr(kind, name)[op], kind.calls[name][op])
 
     def waits(one: str, op: str) -> float:
         behind = getattr(compute[one], op) if config.parallel.overlap_halves else 0.0

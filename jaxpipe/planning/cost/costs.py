@@ -42,6 +42,7 @@ class LayerCosts:
       state: bytes that sequence slices leave for each other; their gradient is as large.
       parameters: the parameters of the layer.
       exchanged: bytes that a device sends in all-to-alls over ep, in each of F, B, W and R.
+      spread: the bytes of `exchanged` that stay in a host (`parallel.ep_per_host`).
       shared: bytes that a device sends to replicas that share its sequences (cp), in each.
       turned: the bytes of `shared` that go round the ring of ring attention.
       tensor: bytes that a device sends to devices that share its layers (tp), in each.
@@ -54,6 +55,7 @@ class LayerCosts:
     state: int
     parameters: Parameters
     exchanged: Mapping[str, float]
+    spread: Mapping[str, float]
     shared: Mapping[str, float]
     turned: Mapping[str, float]
     tensor: Mapping[str, float]
@@ -196,6 +198,7 @@ def essentials(config: Config) -> Config:
             cp_heads=parallel.cp_heads,
             ep=parallel.ep,
             ep_over_tp=parallel.ep_over_tp,
+            ep_per_host=parallel.ep_per_host,
             ep_buffer_factor=parallel.ep_buffer_factor,
             tp=parallel.tp,
             slices=parallel.slices,

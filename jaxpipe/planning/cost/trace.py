@@ -116,14 +116,15 @@ def sent_bytes(
     devices: int,
     iterations: float = 1,
     *,
-    of: Literal["bytes", "turned", "calls"] = "bytes",
+    of: Literal["bytes", "turned", "spread", "calls"] = "bytes",
 ) -> float:
     """Bytes that each device sends in a jaxpr's collectives over mesh axes of `devices` devices.
 
     Collectives may be in smaller groups. A permute sends its operand, an all-to-all and a
     reduce-scatter all of it but the device's own shard; an all-gather sends it to every other
     device; an all-reduce is a reduce-scatter and an all-gather of the shards. Loops count as in
-    `operations_of`. With `of="turned"` only permutes count, and "calls" counts collectives.
+    `operations_of`. With `of="turned"` only permutes count, with "spread" only those in groups of
+    neighbours, and "calls" counts collectives.
     """
 
     def times(name: str, members: int) -> float | None:
@@ -144,6 +145,8 @@ def sent_bytes(
         size = times(eqn.primitive.name, len(groups[0]) if groups else devices)
         if size is None or axes != ((over,) if isinstance(over, str) else over):
             return None
+        if of == "spread" and not (groups and groups[0][1] - groups[0][0] == 1):
+            return 0.0
         return 1.0 if of == "calls" else _bytes([var.aval for var in eqn.invars]) * size
 
     return _total(jaxpr, sent, iterations)
@@ -221,6 +224,7 @@ def _layer_costs(
     return LayerCosts(
         kernels=kernels,
         exchanged=over_ep,
+        spread=sent(experts, parallel.ep, of="spread"),
         shared=over_cp,
         turned=sent(ZERO_AXES, parallel.cp, of="turned"),
         tensor=over_tp,

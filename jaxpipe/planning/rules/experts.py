@@ -13,7 +13,8 @@ def check_experts(config: Config) -> None:
 
     `parallel.ep` must, with `parallel.ep_over_tp`, be a multiple of `parallel.tp`.
 
-    `model.n_experts` / `parallel.ep` must be at most 255, if `parallel.ep` is above 1.
+    `model.n_experts` / `parallel.ep` must be at most 255, if `parallel.ep` is above 1; so must the
+    experts of a host with `parallel.ep_per_host`.
     """
     parallel, experts = config.parallel, config.model.routed_experts
     ep, tp, groups = parallel.ep, parallel.tp, parallel.dp_replicate
@@ -30,9 +31,12 @@ def check_experts(config: Config) -> None:
             f"parallel.dp={parallel.dp}{over_tp} must be a multiple of parallel.dp_replicate="
             f"{groups} x parallel.ep={ep}: ep {sharers} share the experts; change one of them."
         )
-    if ep > 1 and experts // ep > COUNTED:
+    sharers, what = ep, "devices"
+    if parallel.ep_hosts > 1:
+        sharers, what = parallel.ep_hosts, f"devices in {parallel.ep_hosts} hosts"
+    if ep > 1 and experts // sharers > COUNTED:
         raise ConfigError(
-            f"model.n_experts={experts} on parallel.ep={ep} devices are more than {COUNTED} on "
+            f"model.n_experts={experts} on parallel.ep={ep} {what} are more than {COUNTED} on "
             f"each, which is how far bfloat16 counts them exactly; raise parallel.ep."
         )
 

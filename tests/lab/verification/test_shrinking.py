@@ -130,3 +130,20 @@ def test_halves_stay(rows, halves):
     overrides = ("parallel.overlap_halves=true", f"train.microbatch_size={rows}")
     config = shrunk("llama3_70b_32gpu_tp4_pp4", *overrides)[0].config
     assert (config.halves, config.parallel.tp) == (halves, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        (("parallel.ep=16", "parallel.ep_per_host=8"), (4, False, 2)),
+        (("parallel.ep=16", "parallel.tp=2", "parallel.sequence_parallel=true",
+          "parallel.ep_over_tp=true"), (4, True, 1)),
+    ],
+)  # fmt: skip
+def test_how_devices_share_experts_stays(overrides, kept):
+    """Two hosts of two devices, or two replicas of two devices along tp."""
+    smaller, _ = shrunk(
+        "qwen3_30b_a3b_pp2_ep4", "model.capacity_factor=0.0", "parallel.dp=16", *overrides
+    )
+    parallel = smaller.config.parallel
+    assert (parallel.ep, parallel.ep_over_tp, parallel.ep_per_host) == kept

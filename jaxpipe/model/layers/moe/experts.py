@@ -139,7 +139,7 @@ class DroplessDispatch:
         places = assign_equally(expert_R // own, self.replicas.size, room)
         number_R1 = (1 + expert_R % own).astype(x_ND.dtype)[:, None]  # 0 marks an empty slot
         beside_R2 = jnp.concatenate([weights_R1, number_R1], axis=-1)
-        x_SD, beside_S2 = _send_rows(
+        x_SD, beside_S2 = send_rows(
             self.replicas,
             gather_into_slots(x_ND, places, copies),
             gather_into_slots(beside_R2, places, 1),
@@ -148,7 +148,7 @@ class DroplessDispatch:
         number_S = lax.stop_gradient(number_S1).astype(jnp.int32).reshape(-1)
         expert_S = jnp.where(number_S > 0, number_S - 1, own)
         made_SD = self._grouped(x_SD, weights_S1, expert_S, experts, dot)
-        y_SD = _exchange_rows(self.replicas, made_SD, "tokens")
+        y_SD = exchange_rows(self.replicas, made_SD, "tokens")
         dropped = count_dropped(places, expert_R // own, self.replicas.size)
         return sum_from_slots(y_SD, places, copies).reshape(x_BLD.shape), dropped
 
@@ -217,7 +217,7 @@ class CapacityDispatch:
         rooms = jnp.array([self.room(n, copies) for n in range(length + 1)], jnp.int32)
         most_B = rooms[jnp.sum(choice_BLK[..., 0] < self.count, axis=1)]
         places = assign_equally(group_R, groups, room, jnp.tile(most_B, self.count))
-        sent = _send_rows(
+        sent = send_rows(
             self.replicas,
             gather_into_slots(x_BLD.reshape(-1, d), places, copies),
             gather_into_slots(weights_BLK.reshape(-1, 1), places, 1),
@@ -231,22 +231,13 @@ class CapacityDispatch:
         )
         outputs = experts(x_ECD, weights_EC1, dot, own_of_batches)
         outputs = outputs.reshape(own, size, -1, d).swapaxes(0, 1)
-        y_SD = _exchange_rows(self.replicas, outputs.reshape(-1, d), "tokens")
+        y_SD = exchange_rows(self.replicas, outputs.reshape(-1, d), "tokens")
         dropped = count_dropped(places, group_R, groups)
         return sum_from_slots(y_SD, places, copies).reshape(x_BLD.shape), dropped
 
     def room(self, length: int, copies: int) -> int:
         """Slots of an expert for one sequence of this length."""
         return min(math.ceil(self.factor * length * copies / self.count), length)
-
-
-def choose_dispatch(
-    config: MixtureConfig, replicas: AllExperts, product: Product = lax.ragged_dot
-) -> Dispatch:
-    """Return the dispatch of a model's sparse layers; `product` is the grouped product."""
-    if config.capacity_factor:
-        return CapacityDispatch(config.n_experts, replicas, config.capacity_factor)
-    return DroplessDispatch(config.n_experts, replicas, product)
 
 
 def exchange_in_turn(forward: Names, gradient: Names) -> Rounds:
@@ -258,19 +249,19 @@ def exchange_in_turn(forward: Names, gradient: Names) -> Rounds:
     return [("to experts", "to tokens"), ("at experts", "at experts"), ("to tokens", "to experts")]
 
 
-def _send_rows(
+def send_rows(
     replicas: AllExperts, x_SD: jax.Array, beside_SX: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Send rows to their experts, with what belongs to them in further columns of one array."""
     if replicas.size == 1:
         return x_SD, beside_SX
-    came = _exchange_rows(replicas, jnp.concatenate([x_SD, beside_SX], axis=-1), "experts")
+    came = exchange_rows(replicas, jnp.concatenate([x_SD, beside_SX], axis=-1), "experts")
     came = checkpoint_name(came, PRODUCT)  # or B sends the rows again
     x_SD, beside_SX = jnp.split(came, [x_SD.shape[1]], axis=-1)
     return x_SD, beside_SX
 
 
-def _exchange_rows(replicas: AllExperts, rows: jax.Array, to: str) -> jax.Array:
+def exchange_rows(replicas: AllExperts, rows: jax.Array, to: str) -> jax.Array:
     """All-to-all of rows between two pairing points, which `exchange_in_turn` names."""
     if replicas.size == 1:
         return rows

@@ -3,12 +3,21 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jaxpipe.core.contract import Aux, Context
+from jaxpipe.core.contract.experts import AllExperts
 from jaxpipe.model.layers.moe.balance import LOADS, ROUTES, Balance, real_tokens
 from jaxpipe.model.layers.moe.config import MixtureConfig
 from jaxpipe.model.layers.moe.dispatch import SLOTS
-from jaxpipe.model.layers.moe.experts import Experts, choose_dispatch
+from jaxpipe.model.layers.moe.experts import (
+    CapacityDispatch,
+    Dispatch,
+    DroplessDispatch,
+    Experts,
+)
+from jaxpipe.model.layers.moe.hosts import HostDispatch
+from jaxpipe.model.layers.moe.products import Product
 from jaxpipe.model.layers.moe.router import CHOICE, Router
 from jaxpipe.model.layers.parts import Dot, Init
 from jaxpipe.model.options import LayerParts
@@ -58,3 +67,13 @@ class MixtureOfExperts(nnx.Module):
             return None
         place = jnp.argmax(jnp.asarray(self.balance.config.sparse_layers) == context.index)
         return self.token_devices.own_tokens(jnp.take(routes, place, axis=2))
+
+
+def choose_dispatch(
+    config: MixtureConfig, replicas: AllExperts, product: Product = lax.ragged_dot
+) -> Dispatch:
+    """Return the dispatch of a model's sparse layers; `product` is the grouped product."""
+    if config.capacity_factor:
+        return CapacityDispatch(config.n_experts, replicas, config.capacity_factor)
+    of = HostDispatch if replicas.per_host > 1 else DroplessDispatch
+    return of(config.n_experts, replicas, product)
