@@ -42,6 +42,8 @@ WITH = {  # settings besides the schedule
     "zb_h1": (*AHEAD, "parallel.tp=2", "parallel.vocab_parallel_pp=true"),
     "gpipe": (*LLAMA, "parallel.dp=2", "parallel.zero_stage=3"),
     "interleaved_1f1b": (*LLAMA, *EXPERTS, "parallel.dp=2", "parallel.ep=2", "parallel.tp=2"),
+    "zb_h2": (*LLAMA, *EXPERTS, "parallel.dp=2", "parallel.tp=2", "parallel.sequence_parallel=true",
+              "parallel.ep=4", "parallel.ep_over_tp=true"),
     "zbv": (*LLAMA, "parallel.tp=2", "parallel.sequence_parallel=true"),
     "dualpipev": (*LLAMA, "parallel.dp=2", "parallel.zero_stage=2", "train.remat=full"),
 }  # fmt: skip
