@@ -19,6 +19,7 @@ from jaxpipe.model.families.minimax_m2 import MiniMaxM2Config
 from jaxpipe.model.families.olmo2 import Olmo2Config
 from jaxpipe.model.families.olmo3 import Olmo3Config
 from jaxpipe.model.families.phi3 import Phi3Config
+from jaxpipe.model.families.qwen3_5 import Qwen35Config
 from jaxpipe.model.families.qwen3_next.config import Qwen3NextConfig
 from jaxpipe.model.families.seed_oss import SeedOssConfig
 
@@ -26,6 +27,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"n_layers": 3, "d_model": 48, "n_heads": 6, "n_kv_heads": 2, "d_ff": 80, "vocab_size": 96}
+DELTA = {
+    "head_dim": 16, "attention_every": 2, "delta_key_heads": 2, "delta_value_heads": 4,
+    "delta_key_dim": 16, "delta_value_dim": 12,
+}  # fmt: skip
 MODELS = {
     "llama": LlamaConfig(**SIZES, rope_theta=10000.0),
     "llama31": LlamaConfig(
@@ -78,15 +83,19 @@ MODELS = {
     ),
     "minimax_m2": MiniMaxM2Config(**SIZES, head_dim=12, n_experts=6, experts_per_token=2),
     "qwen3_next": Qwen3NextConfig(
-        **SIZES, head_dim=16, n_experts=8, experts_per_token=3, d_expert=24, attention_every=2,
-        delta_key_heads=2, delta_value_heads=4, delta_key_dim=16, delta_value_dim=12,
+        **SIZES, **DELTA, n_experts=8, experts_per_token=3, d_expert=24,
+    ),
+    "qwen3_5": Qwen35Config(**SIZES, **DELTA, tie_embeddings=True),
+    "qwen3_5_moe": Qwen35Config(
+        **SIZES | {"d_ff": 24}, **DELTA, n_experts=8, experts_per_token=3, d_expert=24,
+        shared_experts=2,
     ),
     "mixtral": LlamaConfig(**SIZES, head_dim=14, n_experts=6, experts_per_token=2, rope_theta=1e6),
 }  # fmt: skip
 # Where a query meets the state of a gated delta network nearly at a right angle, the norm of the
 # output enlarges rounding: transformers in float32 is as far from itself in float64, where
 # `tests/outside/test_relatives.py` compares both.
-TOLERANCES = {"qwen3_next": 1e-4}
+TOLERANCES = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), 1e-4)
 
 
 def made_by_transformers(model):

@@ -185,6 +185,18 @@ RELATIVES = {
             "moe_intermediate_size": 6, "shared_expert_intermediate_size": 12,
         },
     ),
+    "qwen3_5": (
+        "Qwen3_5", _SIZES | _DELTA | {"head_dim": 8, "rope_parameters": _PARTIAL}
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {name: size for name, size in _SIZES.items() if name != "intermediate_size"}
+        | _DELTA
+        | {
+            "head_dim": 8, "rope_parameters": _PARTIAL, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 6, "shared_expert_intermediate_size": 12,
+        },
+    ),
     "phi3": (
         "Phi3",
         _SIZES | {"head_dim": 4, "rope_parameters": _PARTIAL, "sliding_window": 3,
@@ -216,7 +228,7 @@ def float64():
 def build(name):
     """Return a transformers model in the default dtype."""
     family, settings = (MODELS | RELATIVES)[name]
-    text = "Text" if family in ("Gemma3", "Llama4") else ""
+    text = "Text" if family in ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe") else ""
     config = getattr(transformers, f"{family}{text}Config")(**settings)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
@@ -227,7 +239,15 @@ def build(name):
 # Of a family whose files have experts as separate tensors: where they are, and their names.
 _EXPERT_NAMES = {
     **dict.fromkeys(
-        ("qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next"),
+        (
+            "qwen3_moe",
+            "deepseek_v2",
+            "deepseek_v3",
+            "deepseek_v32",
+            "glm4_moe",
+            "qwen3_next",
+            "qwen3_5_moe_text",
+        ),
         ("mlp", ("gate_proj", "up_proj", "down_proj")),
     ),
     **dict.fromkeys(("mixtral", "minimax_m2"), ("block_sparse_moe", ("w1", "w3", "w2"))),

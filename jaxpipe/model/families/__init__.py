@@ -13,6 +13,7 @@ from jaxpipe.model.families.minimax_m2 import MINIMAX_M2
 from jaxpipe.model.families.olmo2 import OLMO2
 from jaxpipe.model.families.olmo3 import OLMO3
 from jaxpipe.model.families.phi3 import PHI3
+from jaxpipe.model.families.qwen3_5 import QWEN3_5
 from jaxpipe.model.families.qwen3_next.config import QWEN3_NEXT
 from jaxpipe.model.families.seed_oss import SEED_OSS
 
@@ -20,7 +21,7 @@ FAMILIES = {
     family.name: family
     for family in (
         LLAMA, GEMMA3, GPT_OSS, LLAMA4, OLMO2, OLMO3, GLM4, PHI3, GLM4_MOE, MINIMAX_M2, SEED_OSS,
-        EXAONE4, QWEN3_NEXT, DEEPSEEK, GPT2,
+        EXAONE4, QWEN3_NEXT, QWEN3_5, DEEPSEEK, GPT2,
     )
 }  # fmt: skip
 

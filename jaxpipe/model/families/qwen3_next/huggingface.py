@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from jaxpipe.model.families.llama.architectures.qwen3_moe import Qwen3MoeFormat
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama.huggingface import FULL, Fields, Names, choices
-from jaxpipe.model.families.qwen3_next.config import is_linear
+from jaxpipe.model.families.qwen3_next.config import Qwen3NextConfig, is_linear
 from jaxpipe.model.layers.moe import huggingface as experts
 from jaxpipe.model.published import HuggingFaceTensor
 
@@ -38,7 +38,11 @@ SHARED: Names = {
         for one in ("gate", "up", "down")
     },
 }
-_ONLY = {name: value for name, value in experts.ONLY_OURS.items() if name != "shared_experts"}
+DELTA: Fields = {
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+}  # fmt: skip
+ONLY = {name: value for name, value in experts.ONLY_OURS.items() if name != "shared_experts"}
 
 
 class Qwen3NextFormat(Qwen3MoeFormat):
@@ -69,9 +73,7 @@ class Qwen3NextFormat(Qwen3MoeFormat):
     DEFAULTS: ClassVar[Fields] = {
         **experts.DEFAULTS, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512,
         "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True,
-        "shared_expert_intermediate_size": 512, "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+        "shared_expert_intermediate_size": 512, **DELTA,
     }  # fmt: skip
     CHOICES: ClassVar[Fields] = choices("rotary_share", "n_experts", qk_norm=True)
 
@@ -91,25 +93,38 @@ class Qwen3NextFormat(Qwen3MoeFormat):
 
     def own_expected(self, theirs: Fields) -> dict[str, Any]:
         """The experts, and which layers have attention."""
-        found = experts.expected(theirs)
-        width, each = theirs["shared_expert_intermediate_size"], found["d_expert"]
-        if width % each:
-            raise ValueError(
-                f"has shared_expert_intermediate_size={width}, which is no multiple of "
-                f"moe_intermediate_size={each}, as in this model: take another checkpoint."
-            )
-        return {**found, "shared_experts": width // each, "attention_every": _every(theirs)}
+        own = {"shared_experts": shared_experts(theirs), "attention_every": attention_every(theirs)}
+        return {**experts.expected(theirs), **own}
 
     def own_written(self, model: LlamaConfig) -> dict[str, Any]:
         """The experts, and the type of every layer."""
         return {
-            **experts.written(model, _ONLY, self.MODELS),
+            **experts.written(model, ONLY, self.MODELS),
             "shared_expert_intermediate_size": model.shared_experts * model.expert_width,
-            "layer_types": [LINEAR if is_linear(kind) else FULL for kind in model.layer_kinds],
+            "layer_types": layer_types(model),
         }
 
 
-def _every(theirs: Fields) -> int:
+def shared_experts(theirs: Fields) -> int:
+    """How many experts are as wide as the shared one, by a config.json with all defaults.
+
+    Raises `ValueError` where that is no integer.
+    """
+    width, each = theirs["shared_expert_intermediate_size"], theirs["moe_intermediate_size"]
+    if width % each:
+        raise ValueError(
+            f"has shared_expert_intermediate_size={width}, which is no multiple of "
+            f"moe_intermediate_size={each}, as in this model: take another checkpoint."
+        )
+    return width // each
+
+
+def layer_types(model: Qwen3NextConfig) -> list[str]:
+    """The type of every layer."""
+    return [LINEAR if is_linear(kind) else FULL for kind in model.layer_kinds]
+
+
+def attention_every(theirs: Fields) -> int:
     """One layer in this many has attention, by a config.json with all defaults filled in."""
     types = theirs.get("layer_types")
     if not types:
