@@ -63,7 +63,8 @@ def smaller_model(
     widths = _WIDTHS | _DELTA
     sizes |= {name: min(getattr(model, name, 0), width) for name, width in widths.items()}
     if hasattr(model, "delta_key_heads"):
-        keys = after.tp * after.cp
+        # In arrays of two values XLA on CPU computes Adam's powers, of float32, otherwise.
+        keys = 4 * after.tp * after.cp
         shared = min(model.delta_value_heads // model.delta_key_heads, 2)
         sizes |= {"delta_key_heads": keys, "delta_value_heads": keys * shared}
     sizes |= _experts(model, after, loops) if model.routed_experts else {}

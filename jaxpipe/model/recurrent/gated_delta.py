@@ -6,6 +6,7 @@ With context parallelism L is this device's sequence shard, and the recurrence r
 for a share of the heads.
 """
 
+import math
 from typing import Protocol
 
 import jax
@@ -52,7 +53,7 @@ class GatedDeltaNetwork(nnx.Module):
         self.wz = init("delta/wz", (d, values), 0.02, columns)
         self.rate = init("delta/rate", (d, heads), 0.02, columns)
         self.decay = init("delta/decay", (d, heads), 0.02, columns)
-        self.decay_bias = init("delta/decay_bias", (heads,), None, parts.cut(0))
+        self.decay_bias = init("delta/decay_bias", (heads,), _draw_decay_bias, parts.cut(0))
         self.log_decay = init("delta/log_decay", (heads,), _draw_log_decay, parts.cut(0))
         for name, width in ("conv_q", keys), ("conv_k", keys), ("conv_v", values):
             taps = init(f"delta/{name}", (config.delta_taps, width), _draw_taps, columns)
@@ -152,8 +153,18 @@ def normalise(x: jax.Array) -> jax.Array:
 
 
 def _draw_log_decay(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Logarithms of speeds that are uniform from 0.01 to 16, as transformers draws them."""
-    return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16.0))
+    """Uniform logarithms of speeds from 1 to 16."""
+    return jax.random.uniform(key, shape, jnp.float32, 0.0, math.log(16))
+
+
+def _draw_decay_bias(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Uniform logarithms of steps from 0.001 to 0.1, whose softplus is about the step itself.
+
+    Steps and speeds are those of Mamba-2 (Dao and Gu 2024): states live for 1 to 1,000 tokens. With
+    the biases of 1 of transformers many would be gone after one token, and their decays would have
+    no gradient.
+    """
+    return jax.random.uniform(key, shape, jnp.float32, math.log(0.001), math.log(0.1))
 
 
 def _draw_taps(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
