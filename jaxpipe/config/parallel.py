@@ -133,7 +133,8 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     costs: LocalPath = ""
     # layers of each stage; even, weighted (embedding and head count as layers), balanced (by the
     # estimated time of every layer, embedding and head included, within memory_limit), or a list of
-    # counts; balanced costs up to seconds at the start
+    # counts, in which the first and the last may be 0 (embedding or head alone); balanced costs up
+    # to seconds at the start
     layer_split: Literal["even", "weighted", "balanced"] | tuple[int, ...] = "even"
     input_weight: _Weight = 1  # cost of the embedding [layers]
     output_weight: _Weight = 1  # cost of the head [layers]

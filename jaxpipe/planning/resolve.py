@@ -117,7 +117,8 @@ def resolve(config: Config, devices: Devices | None = None, *, trains: bool = Tr
 
     `parallel.schedule` must exist for the given `parallel.pp`, `parallel.virtual_stages`,
     `parallel.breadth`, `parallel.slices`, `parallel.in_flight` and microbatches, with
-    `parallel.layer_split` giving every stage a layer, and fit within `parallel.memory_limit`.
+    `parallel.layer_split` giving every stage but the first and the last a layer, and fit within
+    `parallel.memory_limit`.
 
     `parallel.overlap_halves=true` excludes, off the CPU, schedules that run an F and a gradient at
     once (`dualpipe`, `dualpipev`).

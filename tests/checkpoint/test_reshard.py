@@ -27,7 +27,7 @@ LAYOUTS = [  # pp 4, 2, 1, 3 and 8; stages in a loop, in rounds, in a V and from
         "unroll_layers": 1,
     },
     {"pp": 1, "dp": 4, "cp": 4, "cp_method": "ring", "cp_heads": 2, "zero_stage": 2},
-    {"pp": 3, "layer_split": [1, 4, 3]},
+    {"pp": 3, "layer_split": [0, 8, 0]},  # embedding and head alone
     {"pp": 8, "zero_stage": 0},
     {"pp": 2, "schedule": "interleaved_zb", "transfer_ticks": 2},
     {"pp": 4, "schedule": "dualpipe", "dp": 2},

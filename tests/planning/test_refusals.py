@@ -216,7 +216,7 @@ def test_load_rejects(overrides, message):
         (["parallel.schedule=zbv", "parallel.pp=4"], "4 layers cannot fill 8 stages"),
         (["parallel.pp=5"], "parallel.pp=5 exceeds model.n_layers=4: .* at most parallel.pp=4"),
         (["parallel.layer_split=[2,1]"], r"layer split \[2, 1\] has 2 entries with sum 3"),
-        (["parallel.layer_split=[4,0]"], "every stage needs a layer"),
+        (["parallel.pp=3", "parallel.layer_split=[2,0,2]"], "leaves stage 1 without one"),
         (["train.grad_accum_steps=1"], "grad_accum_steps=1 cannot fill parallel.pp=2 under 1f1b"),
         (["data.sources=[{path='a.bin', weight=0}]"], r"shares of the samples, but .* \[0.0\]"),
         (["data.sources=[{path=''}]"], "a table of data.sources has an empty path"),

@@ -14,19 +14,20 @@ def assign_layers(
     weights: tuple[int, int] = (1, 1),
     pinned: tuple[int, int] = (0, 0),
 ) -> tuple[int, ...]:
-    """Return the number of layers per stage, in order; no stage is empty.
+    """Return the number of layers per stage, in order.
 
     Args:
       layers: layers of the model, the sum of the result.
       stages: number of stages.
       policy: "even" gives the remainder to the first stages; "weighted" counts embedding and head
         as layers of the first and last stage, then splits evenly, with a layer in each stage; a
-        sequence is the result itself.
+        sequence is the result itself, in which the first stage may have 0 layers, the embedding
+        alone, and the last one, the head alone.
       weights: layers that the embedding and the head count as under "weighted".
       pinned: layers of the first and of the last stage, 0 for not pinned; the remaining layers are
         split evenly under either policy.
 
-    Raises `ScheduleError` where a stage would be empty or a list does not fit.
+    Raises `ScheduleError` where another stage would be empty or a list does not fit.
 
     >>> assign_layers(32, 3)
     (11, 11, 10)
@@ -36,9 +37,11 @@ def assign_layers(
     (1, 1, 2, 1)
     >>> assign_layers(8, 4, pinned=(1, 1))
     (1, 3, 3, 1)
+    >>> assign_layers(8, 4, [0, 4, 4, 0])
+    (0, 4, 4, 0)
     """
     first, last = pinned
-    if stages < 1 or layers < stages:
+    if isinstance(policy, str) and (stages < 1 or layers < stages):
         raise ScheduleError(
             f"{layers} layers cannot fill {stages} stages: every stage needs a layer; "
             f"use between 1 and {layers} stages."
@@ -61,11 +64,11 @@ def assign_layers(
         raise ScheduleError(
             f"unknown layer split {policy!r}: use 'even', 'weighted' or a list of {stages} counts."
         )
-    if min(counts) < 1:
+    if (stage := _empty_stage(counts)) is not None:
         raise ScheduleError(
-            f"layer split {policy!r} of {layers} layers over {stages} stages leaves stage "
-            f"{counts.index(min(counts))} without one: every stage needs a layer; change the list "
-            f"or the pins, or use fewer stages."
+            f"layer split {policy!r} of {layers} layers over {stages} stages leaves stage {stage} "
+            f"without one: only the first and the last stage may have none, which a list says; "
+            f"change the list or the pins, or use fewer stages."
         )
     return counts
 
@@ -108,6 +111,13 @@ def _split_with_pins(layers: int, stages: int, first: int, last: int) -> tuple[i
         )
     inner = _split_evenly(rest, middle) if middle else ()
     return (*([first] if first else []), *inner, *([last] if last else []))
+
+
+def _empty_stage(counts: Sequence[int]) -> int | None:
+    """Return a stage that has no layer, and neither the embedding nor the head alone."""
+    ends = (0, len(counts) - 1) if any(counts) else ()
+    least = [count + (stage in ends) for stage, count in enumerate(counts)]
+    return least.index(min(least)) if min(least) < 1 else None
 
 
 def _check_list(counts: tuple[int, ...], layers: int, stages: int) -> None:

@@ -1,7 +1,7 @@
 """The smallest run with the same settings as a given one. Importing this imports no jax."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,14 +57,19 @@ def _fewest_layers(plan: RunPlan, loops: SmallerLoops) -> RunPlan:
     Without one, the smaller run that was tried first.
     """
     train = plan.config.train
-    of_some = train.remat_layers > 0 or 0 < train.offload_layers < min(plan.layers)
+    of_some = train.remat_layers > 0 or 0 < train.offload_layers < _shortest(plan.layers)
     least = max(loops.most, 1 + of_some)
     # More of them where a split shortens a stage, or other kinds divide the layers of one.
     for per_stage in range(least, 2 * (least + 1)):
         smaller = _smaller_plan(plan, loops, per_stage)
-        if min(smaller.layers) > of_some and not loops.lost_kinds(smaller):
+        if _shortest(smaller.layers) > of_some and not loops.lost_kinds(smaller):
             return smaller
     return _smaller_plan(plan, loops, least)
+
+
+def _shortest(layers: Sequence[int]) -> int:
+    """The layers of the shortest stage that has some."""
+    return min(filter(None, layers))
 
 
 def _smaller_plan(plan: RunPlan, loops: SmallerLoops, per_stage: int) -> RunPlan:

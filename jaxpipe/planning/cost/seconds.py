@@ -195,7 +195,7 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ) -> tuple[list[float], list[float]]:
         """Seconds of F, B, W and R of a stage without embedding and head, and all-to-alls of it."""
         n, copies, exchange = len(layers), self.copies, self.exchange
-        f, b, w, x = (sum(getattr(one, of) for one in layers) / n for of in _SHARED)
+        f, b, w, x = (sum(getattr(one, of) for one in layers) / max(n, 1) for of in _SHARED)
         waits, layer = self.sharing.beside(self.tensor), self.layer
         mean = layer.B + layer.W
         both = (b * layer.B + w * layer.W) / mean if mean else 1.0

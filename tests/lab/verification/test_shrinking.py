@@ -19,6 +19,9 @@ LOOPS = {
     "a list": (
         "quickstart", ("model.n_layers=32", "parallel.layer_split=[1,10,12,9]"), {"layer": 4}, 1,
     ),
+    "embedding and head alone": (
+        "quickstart", ("model.n_layers=32", "parallel.layer_split=[0,16,16,0]"), {"layer": 4}, 1,
+    ),
     "own numbers": (
         "quickstart", ("model.n_layers=20", "parallel.first_stage_layers=2"), {"layer": 3}, 1,
     ),
