@@ -17,6 +17,7 @@ from jaxpipe.model.kernels.grouped_fp8 import TILE, GroupedFp8, multiply_ref
 from jaxpipe.model.layers.fp8 import E4M3, E5M2, Fp8, round_to_fp8
 from jaxpipe.model.layers.moe.experts import PRODUCTS, DroplessDispatch, Experts
 from jaxpipe.model.layers.parts import Dot, init_from
+from jaxpipe.model.options import UNSHARED
 
 ROWS = 5 * TILE  # of which the groups have 4 tiles
 SIZES = 3 * TILE, 0, TILE
@@ -65,7 +66,7 @@ def test_dropless_experts_are_a_loop_over_experts():
     choice = rng.permuted(np.tile([0, 1, 3], (2, 5, 1)), axis=-1)[..., :2]
     choice[1, 3:] = config.n_experts
     with jax.enable_x64(True):
-        module = Experts(config, ONE_DEVICE, init_from(jax.random.key(0)))
+        module = Experts(config, UNSHARED, init_from(jax.random.key(0)))
         graph, matrices = nnx.split(module)
         matrices = jax.tree.map(lambda leaf: 50.0 * leaf.astype("float64"), matrices)
         x, dy = rng.normal(size=(2, 2, 5, TILE))
