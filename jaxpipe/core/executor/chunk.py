@@ -229,10 +229,12 @@ class Chunk:
             read_sums = embed_head_of(run.kind.kind, before.read_sums)
             passed = dy, totals[place], read_sums, before.statistics, rings[run.ring]
             loops = reduces and run.may_reduce_in_loop
-            over_layers: Any = run.over_layers_and_reduce if loops else run.over_layers
-            passed, gathered = over_layers(
-                gradient, passed, before.next_params, after, backward=True, prefetch=op is Op.BW
-            )
+            arguments = gradient, passed, before.next_params, after
+            how = {"backward": True, "prefetch": op is Op.BW}
+            if loops:
+                passed, gathered = run.over_layers_and_reduce(*arguments, **how)
+            else:
+                passed, gathered = run.over_layers(*arguments, **how)
             dy, totals[place], read_sums, statistics, rings[run.ring] = passed
             if next_waits and not early:
                 dy, start = lax.optimization_barrier((dy, jnp.int32(0)))

@@ -40,7 +40,7 @@ class ScanBuffers:
 
 @lru_cache(maxsize=32)
 def scan_buffers(schedule: Schedule, lockstep: Lockstep = PLAIN) -> ScanBuffers:
-    """Return the buffers that `lower` gives its tables, which takes ten times as long.
+    """Return the buffers that `lower` gives its tables, without the tables.
 
     Raises `ScheduleError` as `place` does, and for a message to a rank that is not next on the
     ring.

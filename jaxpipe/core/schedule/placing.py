@@ -32,6 +32,7 @@ class PlacedCells(NamedTuple):
       kinds: of every cell, an index into `examples`. Cells of a kind run the same ops of the same
         stages, so they take as long.
       examples: a cell of each kind.
+      cells: all of them; entry i of every list but `examples` is of cell i, in topological order.
     """
 
     ticks: Sequence[int]

@@ -1,0 +1,181 @@
+"""Tiny models of transformers by name: the class, and the fields of its configuration."""
+
+VOCABULARY = 32
+
+_SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+_ROPE = {"rope_type": "default", "rope_theta": 100.0}
+# Of the wavelengths 6, 29 and 135 one is kept, one is interpolated, one is scaled.
+_LLAMA_3 = {
+    "rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "norm_topk_prob": True,
+    "decoder_sparse_step": 2, "mlp_only_layers": [],
+}  # fmt: skip
+_LATENT = {
+    "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6,
+    "num_key_value_heads": 4, "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16, "beta_fast": 2.0,
+        "beta_slow": 0.5,
+    },
+}  # fmt: skip
+MODELS = {
+    "llama": (
+        "Llama",
+        _SIZES | {"head_dim": 6, "rms_norm_eps": 1e-5, "rope_parameters": _LLAMA_3},
+    ),
+    "qwen3": (
+        "Qwen3",
+        _SIZES | {"head_dim": 6, "rope_parameters": _ROPE, "tie_word_embeddings": True},
+    ),
+    "qwen2": ("Qwen2", _SIZES | {"rope_parameters": _ROPE, "tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3Moe", _SIZES | _EXPERTS | {"head_dim": 4, "rope_parameters": _ROPE}),
+    "mixtral": (
+        "Mixtral",
+        _SIZES
+        | {"rope_parameters": _ROPE, "num_local_experts": 4, "intermediate_size": 12},
+    ),
+    "gemma3": (
+        "Gemma3",
+        _SIZES
+        | {
+            "head_dim": 6, "query_pre_attn_scalar": 10, "sliding_window": 3,
+            "pad_token_id": None,  # the embedding of such a token would have no gradient
+            "final_logit_softcapping": 0.5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0},
+            },
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        _SIZES
+        | {
+            "head_dim": 6, "intermediate_size": 12, "sliding_window": 3, "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 8.0, "beta_fast": 4.0, "beta_slow": 1.0,
+                "truncate": False, "original_max_position_embeddings": 64, "rope_theta": 100.0,
+            },
+        },
+    ),
+    # Layers with and without positions, dense and sparse; chunks and temperatures within a row.
+    "llama4": (
+        "Llama4",
+        _SIZES
+        | {
+            "head_dim": 6, "intermediate_size": 12, "intermediate_size_mlp": 20,
+            "num_local_experts": 4, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3,
+            "attention_chunk_size": 3, "floor_scale": 2, "attn_scale": 0.5,
+            "rope_parameters": _LLAMA_3 | {"high_freq_factor": 1.0},
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        _SIZES | _LATENT | {
+            "q_lora_rank": None, "n_group": 2, "topk_group": 1,
+            "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        _SIZES | _LATENT | {"q_lora_rank": 8, "n_group": 2, "topk_group": 2},
+    ),
+    "gpt2": (
+        "GPT2",
+        {
+            "vocab_size": VOCABULARY, "n_embd": 16, "n_head": 4, "n_layer": 4, "n_inner": 20,
+            "n_positions": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        },
+    ),
+}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+_PARTIAL = {**_ROPE, "partial_rotary_factor": 0.5}
+# Two layers with a gated delta network, and one with attention, in turn; chunks of one row.
+_DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
+# Further families, without a record: `test_relatives.py` compares them where transformers is.
+RELATIVES = {
+    "olmo2": ("Olmo2", _SIZES | {"rope_parameters": _ROPE, "pad_token_id": None}),
+    "olmo3": (
+        "Olmo3",
+        _SIZES
+        | {
+            "sliding_window": 3, "pad_token_id": None,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _YARN},
+        },
+    ),
+    "glm4": (
+        "Glm4", _SIZES | {"head_dim": 8, "rope_parameters": _PARTIAL, "pad_token_id": None}
+    ),
+    "seed_oss": (
+        "SeedOss", _SIZES | {"head_dim": 6, "rope_parameters": _ROPE, "pad_token_id": None}
+    ),
+    "exaone4": (
+        "Exaone4",
+        _SIZES
+        | {
+            "head_dim": 6, "rope_parameters": _ROPE, "sliding_window": 3,
+            "sliding_window_pattern": 2,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        _SIZES
+        | {
+            "head_dim": 8, "rope_parameters": _PARTIAL, "attention_bias": True,
+            "use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 6, "routed_scaling_factor": 2.5,
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        _SIZES
+        | {
+            "head_dim": 8, "rope_parameters": _PARTIAL, "intermediate_size": 12,
+            "num_local_experts": 4, "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        _SIZES
+        | _DELTA
+        | {
+            "head_dim": 8, "rope_parameters": _PARTIAL, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 6, "shared_expert_intermediate_size": 12,
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5", _SIZES | _DELTA | {"head_dim": 8, "rope_parameters": _PARTIAL}
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {name: size for name, size in _SIZES.items() if name != "intermediate_size"}
+        | _DELTA
+        | {
+            "head_dim": 8, "rope_parameters": _PARTIAL, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 6, "shared_expert_intermediate_size": 12,
+        },
+    ),
+    "phi3": (
+        "Phi3",
+        _SIZES | {"head_dim": 4, "rope_parameters": _PARTIAL, "sliding_window": 3,
+                  "pad_token_id": None},
+    ),
+}  # fmt: skip
