@@ -12,7 +12,7 @@ from jax import lax
 from jaxpipe.core.contract import Aux, Context, Tree
 from jaxpipe.core.contract.layer import Pair
 from jaxpipe.core.executor import buffers
-from jaxpipe.core.executor.layer_run import LayerRun
+from jaxpipe.core.executor.layer_run import LayerRun, Passed
 from jaxpipe.core.executor.ring_buffers import GradientInputs, RingArrays
 from jaxpipe.core.executor.step_data import Mean
 from jaxpipe.core.executor.traced_kind import add_aux, elementwise_max, embed_head_of
@@ -229,12 +229,12 @@ class Chunk:
             read_sums = embed_head_of(run.kind.kind, before.read_sums)
             passed = dy, totals[place], read_sums, before.statistics, rings[run.ring]
             loops = reduces and run.may_reduce_in_loop
-            arguments = gradient, passed, before.next_params, after
-            how = {"backward": True, "prefetch": op is Op.BW}
-            if loops:
-                passed, gathered = run.over_layers_and_reduce(*arguments, **how)
-            else:
-                passed, gathered = run.over_layers(*arguments, **how)
+            over_layers: Callable[..., tuple[Passed, Tree]] = (
+                run.over_layers_and_reduce if loops else run.over_layers
+            )
+            passed, gathered = over_layers(
+                gradient, passed, before.next_params, after, backward=True, prefetch=op is Op.BW
+            )
             dy, totals[place], read_sums, statistics, rings[run.ring] = passed
             if next_waits and not early:
                 dy, start = lax.optimization_barrier((dy, jnp.int32(0)))

@@ -155,7 +155,7 @@ def test_ops_write_what_plans_read(tmp_path, capsys):
     assert bench.main(["ops", str(SMALL), *overrides, "--repeats", "1", "--out", str(out)]) == 0
     assert "TFLOP/s" in capsys.readouterr().out
     found = json.loads(out.read_text())
-    read = op_seconds(configs.load(SMALL, [f"parallel.costs={out}"]))
+    read = op_seconds(configs.load(SMALL, [*overrides, f"parallel.costs={out}"]))
     assert read.layer.F == found["seconds"]["layer"]["F"] > 0
     assert found["flops"]["BW"] == found["flops"]["B"] + found["flops"]["W"]
     assert read.costs((2, 2)).F[1] == 2 * read.layer.F + read.head
