@@ -54,6 +54,15 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Number of further tokens that each position predicts in training."""
         return 0
 
+    @property
+    def has_cache(self) -> bool:
+        """Whether generation has a cache of earlier tokens; without one it computes them again."""
+        return True
+
+    def variable_layers(self, name: str) -> tuple[int, ...]:
+        """Indices of the layers that an entry of the first dim of a variable belongs to, each."""
+        return ()
+
     def for_evaluation(self) -> Self:
         """The same model with experts that take every token that chooses them."""
         return self

@@ -41,9 +41,9 @@ class HuggingFace(Protocol):
         head, and all names lack it.
       PREFIX: prefix of the names of layer i, as `PREFIX.format(i)`.
       LAYER, ENDS: location of every parameter of a layer, and of embedding and head, by our path.
-      FUSED: location of some layer parameters in checkpoints that lack the tensors of `LAYER`.
+      FUSED: location of some parameters in checkpoints that lack the tensors of `LAYER` and `ENDS`.
       VARIABLES: location of the model's state that is no parameter, by its name: one tensor in
-        every sparse layer. A module of a family without any may leave it out.
+        each of its layers (`variable_layers`). A module of a family without any may leave it out.
       BUFFERS: endings of the names of tensors that hold no parameters.
       CHOICES: fields of `[model]` that have one value in all models of the architecture.
       HEAD, EMBED: names of one tensor if the model is `tied`, which some checkpoints store twice.

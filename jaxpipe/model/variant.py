@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-Gate = Literal["silu", "gelu_tanh", "clamped"]
+Gate = Literal["silu", "gelu_tanh", "clamped", "limited"]
 
 
 class Variant(NamedTuple):

@@ -8,6 +8,7 @@ from hf_models import our_logits, rope_scaling, stored_params, stored_variables
 from jaxpipe.checkpoint.hf.parameters import export_huggingface, hf_format, import_huggingface
 from jaxpipe.checkpoint.hf.serving import ServingFiles
 from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
+from jaxpipe.model.families.deepseek_v4.config import DeepseekV4Config
 from jaxpipe.model.families.exaone4 import Exaone4Config
 from jaxpipe.model.families.gemma3.config import Gemma3Config
 from jaxpipe.model.families.glm4 import Glm4Config
@@ -90,6 +91,12 @@ MODELS = {
         **SIZES | {"d_ff": 24}, **DELTA, n_experts=8, experts_per_token=3, d_expert=24,
         shared_experts=2,
     ),
+    "deepseek_v4": DeepseekV4Config(
+        n_layers=5, d_model=48, n_heads=6, d_ff=24, vocab_size=96, head_dim=12, qk_rope_head_dim=6,
+        q_lora_rank=20, o_groups=3, o_lora_rank=8, sliding_window=5, attention_first=("window",),
+        csa_rate=2, hca_rate=4, index_n_heads=16, index_head_dim=10, index_topk=3, n_experts=6,
+        experts_per_token=2, num_hash_layers=2, rope_factor=4.0, rope_original_positions=16,
+    ),
     "mixtral": LlamaConfig(**SIZES, head_dim=14, n_experts=6, experts_per_token=2, rope_theta=1e6),
 }  # fmt: skip
 # Where a query meets the state of a gated delta network nearly at a right angle, the norm of the
@@ -110,6 +117,9 @@ def made_by_transformers(model):
         for name, biases in theirs.named_buffers():
             if "correction_bias" in name:
                 biases.uniform_(-0.3, 0.3)
+            if "tid2eid" in name:
+                tokens = np.arange(model.vocab_size)[:, None]
+                biases.copy_(torch.from_numpy((tokens + np.arange(2)) % model.n_experts))
     return theirs
 
 
@@ -117,9 +127,9 @@ def config_of(model):
     """Return the class, and its configuration, of these sizes."""
     if model.family == "gpt2":
         return gpt2_of(model)
-    if hf_format(model).MODEL_TYPE in ("llama", "mistral", "qwen3", "qwen3_moe"):
-        return llama_of(model)
     written = hf_format(model).written(model, "float32", 64) | {"initializer_range": 0.15}
+    if written["model_type"] in ("llama", "mistral", "qwen3", "qwen3_moe"):
+        return llama_of(model)
     kind = transformers.CONFIG_MAPPING[written["model_type"]]
     return written["architectures"][0], kind.from_dict(written)
 

@@ -26,6 +26,8 @@ def test_loss_and_every_gradient(name, layout):
     model = records.trainer_of(kept, {}).config.model
     assert name.startswith(model.family)
     want = kept.by_our_names("gradients", model)
+    # A choice of entries has no gradient, so what makes it is frozen.
+    want = {path: gradient for path, gradient in want.items() if "indexer" not in path}
     assert gradients.keys() == want.keys()
     for path, expected in want.items():
         largest = np.abs(expected).max()

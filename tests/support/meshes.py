@@ -28,6 +28,7 @@ from jaxpipe.core.schedule.lockstep import PLAIN
 from jaxpipe.model import FAMILIES
 from jaxpipe.model.ahead import rows_ahead
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
+from jaxpipe.model.families.deepseek_v4.config import DeepseekV4Config
 from jaxpipe.model.families.gemma3.config import Gemma3Config
 from jaxpipe.model.families.glm4 import Glm4Config
 from jaxpipe.model.families.gpt2.config import GPT2Config
@@ -130,6 +131,30 @@ MODELS = {
     "packed_latent_fused": DeepseekConfig(
         family="deepseek", **SIZES, **LATENT, attention="cudnn", tie_embeddings=True
     ),
+    # Layers of four kinds: all ways of attention, and the first with a table of experts.
+    "entries": DeepseekV4Config(
+        **SIZES,
+        **MIXTURE,
+        head_dim=8,
+        qk_rope_head_dim=4,
+        q_lora_rank=12,
+        o_groups=2,
+        o_lora_rank=10,
+        sliding_window=3,
+        attention_first=("window",),
+        csa_rate=2,
+        hca_rate=4,
+        index_n_heads=8,
+        index_head_dim=6,
+        index_topk=2,
+        hc_mult=3,
+        num_hash_layers=1,
+        rope_theta=100.0,
+        compress_rope_theta=150.0,
+        rope_factor=4.0,
+        rope_original_positions=16,
+        router_bias=False,
+    ),
     "uneven": LlamaConfig(**SIZES | {"vocab_size": 41}, n_kv_heads=2),  # 2 and 4 do not divide it
     "uneven_tied": LlamaConfig(**SIZES | {"vocab_size": 33}, n_kv_heads=4, tie_embeddings=True),
     "uneven_gpt2": GPT2Config(**SIZES | {"vocab_size": 37}, max_seq_len=11),
@@ -222,8 +247,9 @@ def wanted(model, dtype, examples=EXAMPLES, z_loss=0.0):
         config = msgspec.structs.replace(decoder.config, attention="xla")
         decoder = replace(decoder, config=config).with_options(ops={"documents": 0})
         batch = with_rows_ahead(config, alone(batch))
-    decoder = decoder.with_options(loss={"z_loss": z_loss})
-    return jax.device_get(losses_and_gradients_ref(decoder.functions, shared, layers, batch))
+    functions = decoder.with_options(loss={"z_loss": z_loss}).functions
+    step = losses_and_gradients_ref(functions, shared, layers, batch, 1, functions.variables)
+    return jax.device_get(step)
 
 
 def pipeline_of(
@@ -271,7 +297,8 @@ def run(model, *args, dtype=jnp.float32, examples=EXAMPLES, z_loss=0.0, **how):
     pipeline, layout, params, batch = pipeline_of(
         model, *args, dtype=dtype, examples=examples, z_loss=z_loss, **how
     )
-    of_slices, got = jax.jit(pipeline.losses_and_gradients)(params, batch)
+    variables = problem(model, dtype, examples)[0].functions.variables
+    of_slices, got = jax.jit(pipeline.losses_and_gradients)(params, batch, variables)
     losses, gradients = wanted(model, dtype, examples, z_loss)
     gradients = gradients | {"layers": layout.stack(gradients["layers"])}
     of_microbatches = of_slices.reshape(MICROBATCHES, -1, *losses.shape[1:]).sum(1)

@@ -56,7 +56,15 @@ def build(name):
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
-    return model(config).to(torch.get_default_dtype()).eval()
+    model = model(config).to(torch.get_default_dtype()).eval()
+    for layer, tokens in enumerate(n for n, _ in model.named_buffers() if n.endswith("tid2eid")):
+        table, order = (
+            model.get_buffer(tokens),
+            np.random.default_rng(layer).permutation(VOCABULARY),
+        )
+        each = np.arange(table.shape[1])
+        table.copy_(torch.from_numpy((order[:, None] * len(each) + each) % config.n_routed_experts))
+    return model
 
 
 # Of a family whose files have experts as separate tensors: where they are, and their names.
@@ -74,7 +82,28 @@ _EXPERT_NAMES = {
         ("mlp", ("gate_proj", "up_proj", "down_proj")),
     ),
     **dict.fromkeys(("mixtral", "minimax_m2"), ("block_sparse_moe", ("w1", "w3", "w2"))),
+    "deepseek_v4": ("ffn", ("w1", "w3", "w2")),
 }
+# Names of DeepSeek-V4's own files, of which transformers renames these parts.
+_DEEPSEEK_V4 = (
+    ("lm_head", "head"), ("attn_hc.", "hc_attn_"), ("ffn_hc.", "hc_ffn_"),
+    ("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm"),
+    ("self_attn", "attn"),
+    ("compressor.indexer.scorer", "indexer"), ("compressor.indexer.q_b_proj", "indexer.wq_b"),
+    ("compressor.indexer", "indexer.compressor"), (".attn.kv_norm", ".attn.own_norm"),
+    ("kv_norm", "norm"), ("own_norm", "kv_norm"), ("position_bias", "ape"), ("sinks", "attn_sink"),
+    ("q_a_proj", "wq_a"), ("q_b_proj", "wq_b"), ("kv_proj", "wkv"), ("o_a_proj", "wo_a"),
+    ("o_b_proj", "wo_b"), ("q_a_norm", "q_norm"), ("shared_experts.gate_proj", "shared_experts.w1"),
+    ("gate_proj.weight", "wgate.weight"), ("shared_experts.up_proj", "shared_experts.w3"),
+    ("shared_experts.down_proj", "shared_experts.w2"),
+)  # fmt: skip
+
+
+def _own_name(name, family):
+    """Return a tensor's name in the files of a family whose parts transformers renames."""
+    for theirs, own in _DEEPSEEK_V4 if family == "deepseek_v4" else ():
+        name = name.replace(theirs, own)
+    return name
 
 
 def published(tensors, family):
@@ -87,9 +116,9 @@ def published(tensors, family):
         for e, both in enumerate(tensor if separate else ()):
             names, parts = ((down,), (both,)) if kind == "down_proj" else ((gate, up), halves(both))
             for part, array in zip(names, parts):
-                found[f"{place}{fused}{e}.{part}.weight"] = array
+                found[_own_name(f"{place}{fused}{e}.{part}.weight", family)] = array
         if not separate:
-            found[place + fused + kind] = tensor
+            found[_own_name(place + fused + kind, family)] = tensor
     return found
 
 
@@ -148,7 +177,10 @@ def loss_and_gradients(model, params, tokens, ignored):
         logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE
     )
     loss.backward()
-    found = {name: tensor.grad.numpy() for name, tensor in named.items()}
+    found = {  # a frozen parameter has none
+        name: np.zeros(tensor.shape) if tensor.grad is None else tensor.grad.numpy()
+        for name, tensor in named.items()
+    }
     gradients = published(found, model.config.model_type)
     return loss.item(), {name: gradient.copy() for name, gradient in gradients.items()}
 

@@ -173,6 +173,28 @@ RELATIVES = {
             "moe_intermediate_size": 6, "shared_expert_intermediate_size": 12,
         },
     ),
+    "deepseek_v4": (
+        "DeepseekV4",
+        {
+            "vocab_size": VOCABULARY, "hidden_size": 16, "moe_intermediate_size": 6,
+            "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 8, "q_lora_rank": 10,
+            "partial_rotary_factor": 0.5, "o_groups": 2, "o_lora_rank": 5, "sliding_window": 3,
+            "layer_types": [
+                "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            "compress_rates": {
+                "compressed_sparse_attention": 2, "heavily_compressed_attention": 4,
+            },
+            "index_n_heads": 16, "index_head_dim": 6, "index_topk": 2, "hc_mult": 3,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 512,
+            "mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 2, "rope_theta": 100.0,
+            "compress_rope_theta": 150.0, "rope_parameters": {
+                "rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "phi3": (
         "Phi3",
         _SIZES | {"head_dim": 4, "rope_parameters": _PARTIAL, "sliding_window": 3,

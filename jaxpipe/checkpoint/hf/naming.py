@@ -31,10 +31,12 @@ class NamedParameter:
     indices: tuple[int, ...] = ()  # of the tensors along the first dim, if stacked; (): 0, 1, ...
     widths: tuple[int, ...] = ()  # last dims of all parameters in its tensor; (): it is alone
     groups: int = 1  # in which these alternate
+    # in which a variable is exported: float32, or int64 of numbers of experts; None: any float
+    hf_dtype: np.dtype | None = None
 
     @property
     def is_variable(self) -> bool:
-        """Whether it is state of the model that is no parameter; its dtype is always float32."""
+        """Whether it is state of the model that is no parameter."""
         return self.path[0] == VARIABLES
 
     @property
@@ -164,13 +166,14 @@ def _with_widths(parameters: list[NamedParameter], model: ModelConfig) -> list[N
 
 
 def _list_variables(model: ModelConfig, form: HuggingFace, variables: Tree) -> list[NamedParameter]:
-    """The variables that Hugging Face stores, one tensor per sparse layer."""
+    """The variables that Hugging Face stores, one tensor for each of their layers."""
     return [
         NamedParameter(
             (VARIABLES, name),
             variables[name].shape,
             tensor._replace(name=form.PREFIX + tensor.name),
-            getattr(model, "sparse_layers", ()),
+            model.variable_layers(name),
+            hf_dtype=np.dtype(np.int64 if variables[name].dtype.kind == "i" else np.float32),
         )
         for name, tensor in getattr(form, "VARIABLES", {}).items()
         if name in variables
@@ -182,18 +185,19 @@ def locate_parameters(
 ) -> list[NamedParameter]:
     """The parameters of a model with the tensor names of `form` that `files` use.
 
-    Names lack their first part (`BASE`) where the files are of the model without its head. Experts
-    may be fused into one tensor (`FUSED`).
+    Names lack their first part (`BASE`) where the files are of the model without its head. Some
+    parameters may have other tensors, such as all experts in one (`FUSED`).
     """
     names = set(files.names)
     bare = not any(name.startswith(form.BASE) for name in names)
 
     def locate(parameter: NamedParameter) -> NamedParameter:
-        _, index, *path = parameter.path
-        fused = form.FUSED.get("/".join(path)) if parameter.path[0] == "layers" else None
+        part, *path = parameter.path
+        prefix = form.PREFIX.format(path.pop(0)) if part == "layers" else ""
+        other = None if parameter.is_variable else form.FUSED.get("/".join(path))
         choices = [parameter]
-        if fused is not None:
-            named = fused._replace(name=form.PREFIX.format(index) + fused.name)
+        if other is not None:
+            named = other._replace(name=prefix + other.name)
             choices.append(replace(parameter, hf_tensor=named))
         if bare:
             choices = [_remove_prefix(form.BASE, choice) for choice in choices]

@@ -207,9 +207,12 @@ def export_huggingface(
             {name: parameter.hf_shape for parameter in wanted for name in parameter.hf_names},
             convert_tensors(read, wanted),
             dtype=kind,
-            wide=frozenset(
-                name for parameter in wanted if parameter.is_variable for name in parameter.hf_names
-            ),
+            others={
+                name: parameter.hf_dtype
+                for parameter in wanted
+                if parameter.hf_dtype is not None
+                for name in parameter.hf_names
+            },
             max_shard_bytes=max_shard_bytes,
         )
 
@@ -222,6 +225,24 @@ def _build_config_json(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return json.dumps(written | serving.token_ids, indent=2) + "\n"
+
+
+def _check_integers(
+    files: TensorFiles, name: str, parameter: NamedParameter, model: ModelConfig
+) -> None:
+    """Raise `ConfigError` where numbers of experts are no such numbers, or other values are."""
+    is_integer = np.issubdtype(files.dtype(name), np.integer)
+    if is_integer != (parameter.hf_dtype == np.int64):
+        raise ConfigError(
+            f"{files.directory} has {name} in {files.dtype(name)}, which is no dtype of such "
+            f"values: take another checkpoint."
+        )
+    found = files.read(name) if is_integer else np.zeros(1)
+    if found.min() < 0 or found.max() >= max(model.routed_experts, 1):
+        raise ConfigError(
+            f"{files.directory} has {name} with numbers from {found.min()} to {found.max()}, but "
+            f"its experts are 0 to {model.routed_experts - 1}: take another checkpoint."
+        )
 
 
 def _check_tensors(
@@ -243,6 +264,7 @@ def _check_tensors(
                 f"{place} has {name} of shape {files.shape(name)} but its config.json "
                 f"describes {parameter.hf_shape}: take config.json and weights of the same model."
             )
+        _check_integers(files, name, parameter, model)
         if files.dtype(name) != files.dtype(parameter.hf_names[0]):
             raise ConfigError(
                 f"{place} has {name} in {files.dtype(name)} but {parameter.hf_names[0]} in "

@@ -8,9 +8,10 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,10 +27,11 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
+_NAMES = {dtype: name for name, dtype in (DTYPES | _INTEGERS).items()}
 _QUANTISED = "U8"  # of blocks and scales in MXFP4
 # float64 and scaled 8-bit floats are read as float32, the dtype of a run's parameters.
-_READ_AS = DTYPES | dict.fromkeys(("F64", block_fp8.KIND), DTYPES["F32"])
+_READ_AS = DTYPES | _INTEGERS | dict.fromkeys(("F64", block_fp8.KIND), DTYPES["F32"])
 # Insertions of torch.compile and FSDP into the names of wrapped modules, and prefixes that peft,
 # DistributedDataParallel and multimodal models put before all names of a text model.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -258,7 +260,7 @@ def write_tensors(
     *,
     dtype: np.dtype,
     max_shard_bytes: int,
-    wide: frozenset[str] = frozenset(),
+    others: Mapping[str, np.dtype] = MappingProxyType({}),
 ) -> None:
     """Write tensors, cast to `dtype`, as one file or as shards and an index.
 
@@ -268,9 +270,9 @@ def write_tensors(
       tensors: (name, tensor) in the order of `shapes`.
       dtype: a dtype of `DTYPES`.
       max_shard_bytes: limit on the tensors of a shard [bytes]; a larger tensor has its own shard.
-      wide: names of tensors that are written in float32 whatever `dtype` is.
+      others: dtypes of tensors that are not written in `dtype`.
     """
-    kinds = {name: DTYPES["F32"] if name in wide else dtype for name in shapes}
+    kinds = {name: others.get(name, dtype) for name in shapes}
     size_of = {name: int(np.prod(shape)) * kinds[name].itemsize for name, shape in shapes.items()}
     shards = list(_split_into_shards(size_of, max_shard_bytes))
     names = (

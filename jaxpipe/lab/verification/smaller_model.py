@@ -11,9 +11,10 @@ from jaxpipe.model import ModelConfig
 from jaxpipe.model.layers.moe.config import is_sparse
 
 _HEAD, _HIDDEN = 8, 12  # widths of a head, and per device of an MLP
-_WIDTHS = {  # of DeepSeek's latent attention, in which all differ
+_WIDTHS = {  # of DeepSeek's attention, in which all differ
     "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
-    "v_head_dim": 5, "index_n_heads": 8, "index_head_dim": 7,
+    "v_head_dim": 5, "o_lora_rank": 10, "index_n_heads": 8, "index_head_dim": 7, "csa_rate": 2,
+    "hca_rate": 4,
 }  # fmt: skip
 _DELTA = {"delta_key_dim": 6, "delta_value_dim": 5, "delta_taps": 4, "delta_chunk": 2}
 
@@ -41,7 +42,8 @@ def smaller_model(
     sizes = {
         "n_heads": heads,
         "n_kv_heads": keys,
-        "head_dim": _HEAD if model.head_dim and hasattr(model, "n_kv_heads") else 0,
+        "head_dim": _HEAD if model.head_dim and not hasattr(model, "qk_nope_head_dim") else 0,
+        "o_groups": after.tp,
         "d_model": heads * (_HEAD if equal else _HEAD // 2),
         "d_ff": _HIDDEN * after.tp,
         "vocab_size": _vocabulary(model.vocab_size, before, after),

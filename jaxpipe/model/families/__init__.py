@@ -1,6 +1,7 @@
 """The model families. To add one, write a module like `glm4` or a package like `gpt2`."""
 
 from jaxpipe.model.families.deepseek.presets import DEEPSEEK
+from jaxpipe.model.families.deepseek_v4.config import DEEPSEEK_V4
 from jaxpipe.model.families.exaone4 import EXAONE4
 from jaxpipe.model.families.gemma3.config import GEMMA3
 from jaxpipe.model.families.glm4 import GLM4
@@ -21,7 +22,7 @@ FAMILIES = {
     family.name: family
     for family in (
         LLAMA, GEMMA3, GPT_OSS, LLAMA4, OLMO2, OLMO3, GLM4, PHI3, GLM4_MOE, MINIMAX_M2, SEED_OSS,
-        EXAONE4, QWEN3_NEXT, QWEN3_5, DEEPSEEK, GPT2,
+        EXAONE4, QWEN3_NEXT, QWEN3_5, DEEPSEEK, DEEPSEEK_V4, GPT2,
     )
 }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """GLM-4.5 and GLM-4.6: Llama's layers with DeepSeek-V3's experts, half of each head rotated."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from jaxpipe.model.families.llama.architectures.qwen2 import Qwen2Format
 from jaxpipe.model.families.llama.architectures.qwen3 import Qwen3Format
@@ -9,6 +9,7 @@ from jaxpipe.model.families.llama.huggingface import Fields, LlamaFormat, Names,
 from jaxpipe.model.families.llama.presets import decoder_sizes
 from jaxpipe.model.family import Count, ModelFamily, Positive
 from jaxpipe.model.layers.moe import huggingface as experts
+from jaxpipe.model.layers.moe.config import RouterScore
 
 
 class Glm4MoeConfig(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -21,7 +22,7 @@ class Glm4MoeConfig(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_onl
     experts_per_token: Positive = 8
     shared_experts: Positive = 1
     first_dense_layers: Count = 1
-    router_score: Literal["softmax", "sigmoid"] = "sigmoid"
+    router_score: RouterScore = "sigmoid"
     router_bias: bool = True
 
 

@@ -1,6 +1,6 @@
 """MiniMax-M2: a Mixtral with norms over all heads, half of each rotated, and sigmoid scores."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from jaxpipe.model.decoder_config import PositiveFloat
 from jaxpipe.model.families.llama.architectures.mixtral import MixtralFormat
@@ -9,6 +9,7 @@ from jaxpipe.model.families.llama.config import LlamaConfig, Share
 from jaxpipe.model.families.llama.huggingface import Fields, Names, choices
 from jaxpipe.model.families.llama.presets import decoder_sizes
 from jaxpipe.model.family import ModelFamily, Positive
+from jaxpipe.model.layers.moe.config import RouterScore
 from jaxpipe.model.published import HuggingFaceTensor
 from jaxpipe.model.variant import Variant
 
@@ -23,7 +24,7 @@ class MiniMaxM2Config(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_o
     rotary_share: Share = 0.5
     n_experts: Positive
     experts_per_token: Positive = 8
-    router_score: Literal["softmax", "sigmoid"] = "sigmoid"
+    router_score: RouterScore = "sigmoid"
     router_bias: bool = True
 
     VARIANT: ClassVar[Variant] = Variant(norms_span_heads=True)

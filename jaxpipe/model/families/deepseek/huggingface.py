@@ -274,7 +274,7 @@ def _check_written(name: str, model: DeepseekConfig) -> None:
     if name != V2:
         needed |= {"group_score_experts": 2, "has_router_bias": True, "router_score": "sigmoid"}
     else:
-        needed |= {"norm_topk_prob": False, "has_router_bias": False}
+        needed |= {"norm_topk_prob": False, "has_router_bias": False, "router_score": "softmax"}
         if model.expert_groups > 1:
             needed["group_score_experts"] = 1
     if model.mtp_depth > 1:

@@ -125,8 +125,9 @@ class IndexedLayer(LlamaLayer):
         self, x_BLD: jax.Array, positions_BL: jax.Array, context: Context, given: LayerInputs
     ) -> LayerOutput:
         """`[B, L, D] -> [B, L, D]`, and with slices what keys are made of up to the slice's end."""
-        mixed_BLD, loss_BL, cache = self.attn(self.attn_norm(x_BLD), positions_BL, given)
-        y_BLD, aux = self.after_attention(x_BLD, mixed_BLD, context, given)
+        read_BLD, add = self.mixer_residual(x_BLD)
+        mixed_BLD, loss_BL, cache = self.attn(self.attn_norm(read_BLD), positions_BL, given)
+        y_BLD, aux = self.after_attention(add, mixed_BLD, context, given)
         if self.config.index_warmup:
             y_BLD = lax.stop_gradient(y_BLD)
         if self.config.index_loss:

@@ -22,6 +22,7 @@ from jaxpipe.model.attention.keys import Cache, Keys
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
 from jaxpipe.model.layers.gated import gated
+from jaxpipe.model.layers.hyper_connection import Add, Residual, plain_residual
 from jaxpipe.model.layers.moe.config import is_sparse
 from jaxpipe.model.layers.moe.layer import MixtureOfExperts
 from jaxpipe.model.layers.parts import (
@@ -182,6 +183,7 @@ class LlamaLayer(nnx.Module):
     def __init__(
         self, kind: str, config: RotaryConfig, parts: LayerParts, init: Init,
         mixer: type[nnx.Module] = LlamaAttention,
+        experts: Callable[..., nnx.Module] = MixtureOfExperts,
     ):  # fmt: skip
         config = config.of_kind(kind)
         leaf, variant = parts.own(differs=parts.devices.sequence), config.VARIANT
@@ -199,32 +201,42 @@ class LlamaLayer(nnx.Module):
             width = config.shared_experts * config.expert_width
             mlp = GatedSharedMLP if variant.has_shared_gate else LlamaMLP
             shared = mlp("shared", width, config, parts, init) if width else None
-            self.moe = MixtureOfExperts(config, parts, init, shared)
+            self.moe = experts(config, parts, init, shared)
         else:
             self.mlp = LlamaMLP("mlp", config.d_ff, config, parts, init)
         self.is_sparse = is_sparse(kind)
+        self.mixer_residual = self.new_residual("mixer_residual", config, init, leaf)
+        self.mlp_residual = self.new_residual("mlp_residual", config, init, leaf)
+
+    def new_residual(
+        self, name: str, config: RotaryConfig, init: Init, leaf: ParamSpec
+    ) -> Residual:
+        """Build the connection by which a sublayer reads the stream and adds to it."""
+        return plain_residual
 
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, context: Context, given: LayerInputs
     ) -> LayerOutput:
         """`[B, L, D] -> [B, L, D]`, and with slices the state of the mixer after the slice."""
         mix = getattr(self, self.mixer)
-        mixed_BLD, cache = mix(self.attn_norm(x_BLD), positions_BL, given)
-        y_BLD, aux = self.after_attention(x_BLD, mixed_BLD, context, given)
+        read_BLD, add = self.mixer_residual(x_BLD)
+        mixed_BLD, cache = mix(self.attn_norm(read_BLD), positions_BL, given)
+        y_BLD, aux = self.after_attention(add, mixed_BLD, context, given)
         return append_cache(y_BLD, cache, aux)
 
     def after_attention(
-        self, x_BLD: jax.Array, mixed_BLD: jax.Array, context: Context, given: LayerInputs
+        self, add: Add, mixed_BLD: jax.Array, context: Context, given: LayerInputs
     ) -> tuple[jax.Array, Aux]:
         """Add to the stream what attention returned, then the MLP's or the experts' output."""
-        x_BLD = x_BLD + given.masks.stream(self.attn_post_norm(mixed_BLD), "attention")
-        normed_BLD, aux = self.mlp_norm(x_BLD), Aux()
+        x_BLD = add(given.masks.stream(self.attn_post_norm(mixed_BLD), "attention"))
+        read_BLD, add = self.mlp_residual(x_BLD)
+        normed_BLD, aux = self.mlp_norm(read_BLD), Aux()
         if self.is_sparse:
             made_BLD, aux = self.moe(normed_BLD, context, given.dot)
         else:
             made_BLD = self.mlp(normed_BLD, given.dot)
         made_BLD = self.mlp_post_norm(made_BLD)
-        return x_BLD + given.masks.stream(made_BLD, "mlp"), aux
+        return add(given.masks.stream(made_BLD, "mlp")), aux
 
 
 def _as_it_is(x_BLD: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Sizes and choices of a Llama 4, and the published models (Meta 2025)."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 from msgspec.structs import replace
 
@@ -9,7 +9,7 @@ from jaxpipe.model.attention.case import AttentionCase
 from jaxpipe.model.families.llama.config import LOCAL, LlamaConfig
 from jaxpipe.model.families.llama.presets import Preset, decoder_sizes
 from jaxpipe.model.family import Count, ModelFamily, Positive
-from jaxpipe.model.layers.moe.config import NotNegative
+from jaxpipe.model.layers.moe.config import NotNegative, RouterScore
 from jaxpipe.model.variant import Variant
 
 
@@ -27,7 +27,7 @@ class Llama4Config(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only
     temperature_scale: NotNegative = 0.1
     temperature_floor: Positive = 8192  # positions over which that factor is constant [tokens]
     n_experts: Positive
-    router_score: Literal["softmax", "sigmoid"] = "sigmoid"
+    router_score: RouterScore = "sigmoid"
     norm_topk_prob: bool = False
     shared_experts: Count = 1
 

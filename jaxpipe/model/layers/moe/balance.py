@@ -19,6 +19,7 @@ from jaxpipe.model.layers.moe.config import MixtureConfig
 from jaxpipe.model.layers.moe.router import Routes
 from jaxpipe.model.options import UNSHARED, Sharing
 
+BIAS = "router_bias"  # variable of the biases on the choice
 ROUTES = "routes"  # batch key of a recorded choice of experts
 REAL = "real"  # batch key that is 1 at tokens and 0 at padding, for rows without `segments`
 LOADS = "loads"  # checkpoint name of loads that devices have added up, which F always stores
@@ -40,11 +41,14 @@ class Balance:
 
     @property
     def variables(self) -> Any:
-        """Initial biases on the choice, `[S, E]` float32; None without biases."""
+        """Initial biases on the choice, `[S, E]` float32; None without biases.
+
+        In families whose table of tokens chooses the experts of some layers, S counts the others.
+        """
         if not self.config.has_router_bias:
             return None
-        layers = len(self.config.sparse_layers)
-        return {"router_bias": np.zeros((layers, self.config.n_experts), np.float32)}
+        layers = len(self.config.variable_layers(BIAS))
+        return {BIAS: np.zeros((layers, self.config.n_experts), np.float32)}
 
     def next_variables(self, variables: Any, aux: Aux) -> Any:
         """Raise the biases of experts with fewer tokens than the mean, and lower those with more.
@@ -53,20 +57,23 @@ class Balance:
         difference as a share of the mean (Wang et al. 2024, "Auxiliary-loss-free load balancing",
         section 4.3).
         """
-        counts, bias = aux.sums["expert_counts"], variables["router_bias"]
+        counts, bias = aux.sums["expert_counts"], variables[BIAS]
+        if len(bias) < len(counts):
+            layers = self.config.variable_layers(BIAS)
+            counts = counts[np.isin(self.config.sparse_layers, layers)]
         mean, rest = _mean(counts)
         # Subtract the integers first: float32 cannot represent every count above 2^24.
         few = (mean[:, None] - counts) + rest[:, None]
         few /= jnp.maximum(mean + rest, 1)[:, None]  # a step may be all padding
         few = jnp.sign(few) if self.config.router_bias_step == "sign" else few
-        return {"router_bias": bias + self.config.router_bias_rate * few.astype(bias.dtype)}
+        return {BIAS: bias + self.config.router_bias_rate * few.astype(bias.dtype)}
 
     def bias(self, context: Context) -> jax.Array | None:
         """Bias of the layer that the context belongs to, `[E]`; None without biases."""
         if not self.config.has_router_bias:
             return None
-        here_S = jnp.asarray(self.config.sparse_layers) == context.index
-        bias_SE = context.variables["router_bias"]
+        here_S = jnp.asarray(self.config.variable_layers(BIAS)) == context.index
+        bias_SE = context.variables[BIAS]
         return jnp.sum(bias_SE * here_S[:, None].astype(bias_SE.dtype), axis=0)
 
     def aux_outputs(

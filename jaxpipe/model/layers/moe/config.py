@@ -12,6 +12,7 @@ from jaxpipe.model.variant import LLAMA, Variant
 
 DENSE, SPARSE = "layer", "sparse"  # the layer kinds
 NotNegative = Annotated[float, Meta(ge=0)]
+RouterScore = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
 
 def is_sparse(kind: str) -> bool:
@@ -28,7 +29,7 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     shared_experts: Count = 0  # experts of the same width that take every token; 0: none
     first_dense_layers: Count = 0  # layers at the start that keep an MLP of width d_ff
     moe_every: Positive = 1  # one layer in this many is sparse, after the first dense ones; 1: all
-    router_score: Literal["softmax", "sigmoid"] = "softmax"  # score of an expert for a token
+    router_score: RouterScore = "softmax"  # score of an expert for a token
     norm_topk_prob: bool = True  # normalise a token's weights to a sum of 1, before router_scale
     router_scale: PositiveFloat = 1.0  # factor on the weights
     expert_groups: Positive = 1  # equal groups of consecutive experts; 1: no groups
@@ -98,6 +99,10 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     def sparse_layers(self) -> tuple[int, ...]:
         """Indices of the layers that have experts."""
         return tuple(i for i, kind in enumerate(self.layer_kinds) if is_sparse(kind))
+
+    def variable_layers(self, name: str) -> tuple[int, ...]:
+        """Indices of the layers that an entry of the first dim of a variable belongs to, each."""
+        return self.sparse_layers
 
     def product_sizes(self, tp: int) -> dict[str, int]:
         """Sizes of a layer's products on one of `tp` devices, by the settings that give them.

@@ -51,10 +51,10 @@ class Routes(NamedTuple):
 class Router(nnx.Module):
     """A linear map from tokens to scores, and the choice of the highest scores.
 
-    With `softmax` scores are normalised over all experts (Qwen3-MoE); with `sigmoid` each is
-    independent (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2). A bias enters the choice alone,
-    not the weights (Wang et al. 2024). With groups a token chooses within the groups whose best
-    scores have the largest sum: two in DeepSeek-V3, one in DeepSeek-V2.
+    With `softmax` scores are normalised over all experts (Qwen3-MoE); with `sigmoid` (DeepSeek-AI
+    2024, "DeepSeek-V3", section 2.1.2) and `sqrtsoftplus` (DeepSeek-V4) each is independent. A bias
+    enters the choice alone, not the weights (Wang et al. 2024). With groups a token chooses within
+    the groups whose best scores have the largest sum: two in DeepSeek-V3, one in DeepSeek-V2.
     """
 
     def __init__(self, config: MixtureConfig, parts: LayerParts, init: Init):
@@ -72,9 +72,9 @@ class Router(nnx.Module):
         logits_BLE = x_BLD.astype(wide) @ self.gate[...].astype(wide)
         if config.VARIANT.has_expert_biases:
             logits_BLE += broadcast_last(self.bias[...], logits_BLE)
-        softmax = config.router_score == "softmax"
-        scores_BLE = jax.nn.softmax(logits_BLE) if softmax else jax.nn.sigmoid(logits_BLE)
-        shares_BLE = scores_BLE if softmax else _normalise(scores_BLE)
+        scores_BLE = _SCORES[config.router_score](logits_BLE)
+        is_share = config.router_score == "softmax"
+        shares_BLE = scores_BLE if is_share else _normalise(scores_BLE)
         choice_BLK = given_BLK
         if choice_BLK is None:
             choice_BLK = checkpoint_name(choose(scores_BLE, bias_E, config), CHOICE)
@@ -82,6 +82,19 @@ class Router(nnx.Module):
         if config.norm_topk_prob:
             weights_BLK = _normalise(weights_BLK)
         return Routes(choice_BLK, config.router_scale * weights_BLK, logits_BLE, shares_BLE)
+
+
+def _sqrt_softplus(logits: jax.Array) -> jax.Array:
+    """sqrt(log(1 + exp(x))), with a gradient of 0, not infinity, where it underflows to 0."""
+    score = jax.nn.softplus(logits)
+    return jnp.where(score > 0, jnp.sqrt(jnp.where(score > 0, score, 1)), 0)
+
+
+_SCORES = {  # by `model.router_score`
+    "softmax": jax.nn.softmax,
+    "sigmoid": jax.nn.sigmoid,
+    "sqrtsoftplus": _sqrt_softplus,
+}
 
 
 def _select(scores_BLE: jax.Array, choice_BLK: jax.Array) -> jax.Array:

@@ -1,0 +1,1 @@
+"""DeepSeek-V4: hyper-connections, and attention to compressed entries."""
