@@ -35,6 +35,11 @@ class NamedParameter:
     hf_dtype: np.dtype | None = None
 
     @property
+    def is_integer(self) -> bool:
+        """Whether its values are numbers of experts."""
+        return self.hf_dtype is not None and self.hf_dtype.kind == "i"
+
+    @property
     def is_variable(self) -> bool:
         """Whether it is state of the model that is no parameter."""
         return self.path[0] == VARIABLES

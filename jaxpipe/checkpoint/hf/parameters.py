@@ -131,7 +131,7 @@ def import_huggingface(
     def lazy(parameter: NamedParameter) -> LazyArray:
         return LazyArray(
             parameter.shape,
-            files.dtype(parameter.hf_names[0]),
+            files.dtype(parameter.hf_names[0], integer=parameter.is_integer),
             lambda: parameter.from_hf(files.read),
         )
 
@@ -227,18 +227,10 @@ def _build_config_json(
     return json.dumps(written | serving.token_ids, indent=2) + "\n"
 
 
-def _check_integers(
-    files: TensorFiles, name: str, parameter: NamedParameter, model: ModelConfig
-) -> None:
-    """Raise `ConfigError` where numbers of experts are no such numbers, or other values are."""
-    is_integer = np.issubdtype(files.dtype(name), np.integer)
-    if is_integer != (parameter.hf_dtype == np.int64):
-        raise ConfigError(
-            f"{files.directory} has {name} in {files.dtype(name)}, which is no dtype of such "
-            f"values: take another checkpoint."
-        )
-    found = files.read(name) if is_integer else np.zeros(1)
-    if found.min() < 0 or found.max() >= max(model.routed_experts, 1):
+def _check_experts(files: TensorFiles, name: str, model: ModelConfig) -> None:
+    """Raise `ConfigError` where a tensor of numbers of experts has others."""
+    found = files.read(name)
+    if found.min() < 0 or found.max() >= model.routed_experts:
         raise ConfigError(
             f"{files.directory} has {name} with numbers from {found.min()} to {found.max()}, but "
             f"its experts are 0 to {model.routed_experts - 1}: take another checkpoint."
@@ -264,12 +256,13 @@ def _check_tensors(
                 f"{place} has {name} of shape {files.shape(name)} but its config.json "
                 f"describes {parameter.hf_shape}: take config.json and weights of the same model."
             )
-        _check_integers(files, name, parameter, model)
-        if files.dtype(name) != files.dtype(parameter.hf_names[0]):
+        dtype, first = files.dtype(name, integer=parameter.is_integer), parameter.hf_names[0]
+        if parameter.is_integer:
+            _check_experts(files, name, model)
+        elif dtype != files.dtype(first):
             raise ConfigError(
-                f"{place} has {name} in {files.dtype(name)} but {parameter.hf_names[0]} in "
-                f"{files.dtype(parameter.hf_names[0])}, and they are one parameter here: convert "
-                f"one of them."
+                f"{place} has {name} in {dtype} but {first} in {files.dtype(first)}, and they are "
+                f"one parameter here: convert one of them."
             )
     if form.tied(model) and form.HEAD in unknown:
         (embed,) = (name for name, one in owner.items() if one.path == ("embed_head", "embed"))

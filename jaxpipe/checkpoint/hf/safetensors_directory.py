@@ -27,11 +27,11 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),
 }
-_INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
+_INTEGERS: dict[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
 _NAMES = {dtype: name for name, dtype in (DTYPES | _INTEGERS).items()}
 _QUANTISED = "U8"  # of blocks and scales in MXFP4
 # float64 and scaled 8-bit floats are read as float32, the dtype of a run's parameters.
-_READ_AS = DTYPES | _INTEGERS | dict.fromkeys(("F64", block_fp8.KIND), DTYPES["F32"])
+_FLOATS = DTYPES | dict.fromkeys(("F64", block_fp8.KIND), DTYPES["F32"])
 # Insertions of torch.compile and FSDP into the names of wrapped modules, and prefixes that peft,
 # DistributedDataParallel and multimodal models put before all names of a text model.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -94,7 +94,7 @@ class TensorFiles:
                 f"remove one of them."
             )
         self._stored[name] = path, stored
-        self._kinds[name] = tuple(part.get_shape()), _READ_AS.get(kind)
+        self._kinds[name] = tuple(part.get_shape()), (_FLOATS | _INTEGERS).get(kind)
         if kind == block_fp8.KIND:
             self._scaled.add(name)
 
@@ -127,15 +127,17 @@ class TensorFiles:
         """Shape of the tensor of that name."""
         return self._kinds[name][0]
 
-    def dtype(self, name: str) -> np.dtype:
-        """Dtype of the tensor of that name; raises `ConfigError` if it cannot be read."""
-        if (dtype := self._kinds[name][1]) is None:
+    def dtype(self, name: str, *, integer: bool = False) -> np.dtype:
+        """Dtype as which a tensor is read; `ConfigError` if it is not of floats, or of integers."""
+        dtype = self._kinds[name][1]
+        if dtype is None or (dtype.kind == "i") != integer:
             path, stored = self._stored[name]
             with _open_file(path) as file:
                 kind = file.get_slice(stored).get_dtype()
             raise ConfigError(
-                f"{path} holds {stored} as {kind} but only {', '.join(_READ_AS)} can be read: take "
-                f"a checkpoint whose weights are of one of these dtypes."
+                f"{path} holds {stored} as {kind} but only "
+                f"{', '.join(_INTEGERS if integer else _FLOATS)} can be read: take a checkpoint in "
+                f"which it is of one of these dtypes."
             )
         return dtype
 
@@ -152,7 +154,8 @@ class TensorFiles:
             scales = self._read_stored(name + block_fp8.SCALE)
             tensor = block_fp8.scaled(block_fp8.read_e4m3(path, stored), scales)
             return tensor if index is None else tensor[index]
-        return self._read_stored(name, index).astype(self.dtype(name), copy=False)
+        tensor = self._read_stored(name, index)
+        return tensor.astype(self.dtype(name, integer=tensor.dtype.kind == "i"), copy=False)
 
     def _read_stored(self, name: str, index: int | None = None) -> np.ndarray:
         path, stored = self._stored[name]

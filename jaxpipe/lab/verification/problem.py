@@ -20,13 +20,14 @@ _FACTOR = 5  # on initial matrices, so that every sublayer changes the stream no
 def float64_values(model: Model, config: Config) -> tuple[Tree, list[Tree], Tree]:
     """Return the full parameters of embedding and head, of every layer, and the variables.
 
-    They are the initial values with larger matrices, and no vector or variable is constant.
+    They are the initial values with larger matrices, and no vector or variable of floats is
+    constant; variables of integers, such as numbers of experts, are as they are.
     """
     key = jax.random.key(config.train.seed)
     kinds = model.functions.layer_kinds(config.model.pipeline_layers)
     layers = [_uneven(model.init_layer(key, i, kind)) for i, kind in enumerate(kinds)]
     variables = jax.tree.map(
-        lambda leaf: 0.2 * jnp.sin(1.0 + jnp.arange(leaf.size)).reshape(leaf.shape),
+        lambda leaf: 0.2 * _wave(leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf,
         model.functions.variables,
     )
     return jax.device_get((_uneven(model.init_embed_head(key)), layers, variables))
@@ -34,11 +35,16 @@ def float64_values(model: Model, config: Config) -> tuple[Tree, list[Tree], Tree
 
 def _uneven(tree: Tree) -> Tree:
     def change(leaf: jax.Array) -> jax.Array:
-        wave = 0.1 * jnp.sin(1.0 + jnp.arange(leaf.size)).reshape(leaf.shape)
+        wave = 0.1 * _wave(leaf)
         is_matrix = leaf.ndim > 1 and bool(leaf.any())  # others are biases, or adapters' zeros
         return (_FACTOR if is_matrix else 1) * leaf.astype(jnp.float64) + (not is_matrix) * wave
 
     return jax.tree.map(change, tree)
+
+
+def _wave(leaf: Any) -> jax.Array:
+    """Different values of the shape of `leaf`."""
+    return jnp.sin(1.0 + jnp.arange(leaf.size)).reshape(leaf.shape)
 
 
 def batch_of(config: Config, step: int) -> Batch:

@@ -46,6 +46,13 @@ OTHERS = {
         "index_head_dim = 16",
         ("parallel.tp=2", "parallel.slices=2", "train.remat=full"),
     ),
+    "deepseek_v4": (
+        "family = 'deepseek_v4'\nhead_dim = 16\nqk_rope_head_dim = 8\nq_lora_rank = 24\n"
+        "o_groups = 4\no_lora_rank = 16\nindex_n_heads = 4\nindex_head_dim = 16\n"
+        "index_topk = 8\nsliding_window = 16\nhca_rate = 16\nn_experts = 4\n"
+        "experts_per_token = 2\nnum_hash_layers = 1\nrope_original_positions = 64",
+        ("parallel.tp=2", "parallel.schedule=zb_h1", "parallel.zero_stage=3"),
+    ),
     "llama4": (
         "family = 'llama4'\nn_kv_heads = 4\nattention_chunk = 16\ntemperature_floor = 16\n"
         "nope_every = 2\nn_experts = 4\nexperts_per_token = 1",
