@@ -14,7 +14,7 @@ from jaxpipe.model.families.qwen3_next.config import Qwen3NextConfig
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
 from jaxpipe.model.layers.parts import LayerInputs, init_from
 from jaxpipe.model.options import LayerParts
-from jaxpipe.model.recurrent.chunks import Tokens, delta_rule, unit_lower_inverse
+from jaxpipe.model.recurrent.chunks import Tokens, linear_recurrence, unit_lower_inverse
 from jaxpipe.model.recurrent.convolution import causal_convolution
 from jaxpipe.model.recurrent.gated_delta import GatedDeltaNetwork, normalise
 
@@ -27,12 +27,12 @@ def wide():
         yield
 
 
-def drawn(*, starts=False, decay=1.0):
+def drawn(*, starts=False, decay=1.0, corrects=True):
     rng = np.random.default_rng(0)
     sizes = (B, L, G, K), (B, L, G, K), (B, L, G, R, V)
     q, k, v = (jnp.asarray(rng.normal(size=size)) for size in sizes)
     decays = -decay * jnp.asarray(rng.exponential(size=(B, L, G, R)))
-    rates = jnp.asarray(rng.random((B, L, G, R)))
+    rates = jnp.asarray(rng.random((B, L, G, R))) if corrects else None
     begins = jnp.asarray(rng.random((B, L)) < 0.2) if starts else None
     state = jnp.asarray(rng.normal(size=(B, G, R, K, V)))
     return Tokens(q, normalise(k), v, decays, rates, begins), state
@@ -48,24 +48,26 @@ def loss_and_gradients(run, tokens, state):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(tuple(floats), state)
 
 
+@pytest.mark.parametrize("corrects", [False, True])
 @pytest.mark.parametrize("starts", [False, True])
-def test_chunks_are_the_recurrence(starts):
-    tokens, state = drawn(starts=starts)
-    want = loss_and_gradients(recurrence.delta_rule, tokens, state)
+def test_chunks_are_the_recurrence(starts, corrects):
+    tokens, state = drawn(starts=starts, corrects=corrects)
+    want = loss_and_gradients(recurrence.linear_recurrence, tokens, state)
     for chunk in (1, 8, 64):  # of which 8 does not divide the length
-        assert_same(loss_and_gradients(partial(delta_rule, chunk=chunk), tokens, state), want)
+        run = partial(linear_recurrence, chunk=chunk)
+        assert_same(loss_and_gradients(run, tokens, state), want)
 
 
 def test_a_state_that_decays_at_once_is_finite():
     """Of decays within a chunk only differences are taken, and of tokens before alone."""
     tokens, state = drawn(starts=True, decay=100.0)
-    want = loss_and_gradients(recurrence.delta_rule, tokens, state)
-    assert_same(loss_and_gradients(partial(delta_rule, chunk=16), tokens, state), want)
+    want = loss_and_gradients(recurrence.linear_recurrence, tokens, state)
+    assert_same(loss_and_gradients(partial(linear_recurrence, chunk=16), tokens, state), want)
 
 
 def test_slices_hand_on_their_state():
     tokens, state = drawn()
-    run = jax.jit(delta_rule, static_argnums=2)
+    run = jax.jit(linear_recurrence, static_argnums=2)
     want, after = run(tokens, state, 8)
     made = []
     for begin in range(0, L, 7):
@@ -84,7 +86,7 @@ def test_nothing_has_a_row_of_keys_or_a_state_for_every_token():
     state = jax.ShapeDtypeStruct((1, heads, 1, width, width), jnp.float32)
 
     def total(floats, state):
-        return delta_rule(Tokens(*floats), state, 64)[0].sum()
+        return linear_recurrence(Tokens(*floats), state, 64)[0].sum()
 
     largest = max(largest_values(jax.make_jaxpr(jax.grad(total))(floats, state).jaxpr))
     # The states at the starts of chunks, and what is as large.

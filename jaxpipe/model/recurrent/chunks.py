@@ -1,9 +1,14 @@
-"""A linear recurrence over tokens, computed in chunks by dense products.
+"""Linear recurrences over tokens, computed in chunks by dense products.
 
-A head's state S `[K, V]` decays, and is corrected where a token's key reads it (the gated delta
-rule, Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464, equation 10):
+A head's state S `[K, V]` decays, takes up a value at each token's key, and is read by its query
+(Mamba-2: Dao and Gu 2024, "Transformers are SSMs", arXiv 2405.21060, section 6):
 
-  S_t = a_t S_(t-1) + k_t (b_t (v_t - (a_t S_(t-1))^T k_t))^T,    o_t = S_t^T q_t.
+  S_t = a_t S_(t-1) + k_t v_t^T,    o_t = S_t^T q_t.
+
+By the gated delta rule it is instead corrected where a token's key reads it (Yang et al. 2024,
+"Gated Delta Networks", arXiv 2412.06464, equation 10):
+
+  S_t = a_t S_(t-1) + k_t (b_t (v_t - (a_t S_(t-1))^T k_t))^T.
 
 Each correction within a chunk of C tokens depends on those before it: they solve a triangular
 system (the WY representation: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta
@@ -15,7 +20,7 @@ Shapes: B examples, L tokens, N chunks of C tokens, G key heads, R value heads f
 and V the widths of a key and of a value. States and sums are float32, or wider if inputs are.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +33,11 @@ class Tokens(NamedTuple):
     """What the recurrence reads of L tokens.
 
     Attributes:
-      q_BLGK, k_BLGK: queries, and keys of norm 1 or less.
+      q_BLGK, k_BLGK: queries, and keys; with a rate these have norm 1 or less.
       v_BLGRV: values.
       decay_BLGR: logarithms of the factors a, 0 or less.
-      rate_BLGR: the factors b, from 0 to 1.
+      rate_BLGR: the factors b of the delta rule, from 0 to 1; None: states take up values as they
+        are.
       starts_BL: whether the state is 0 before a token; None: it is before none.
     """
 
@@ -39,11 +45,13 @@ class Tokens(NamedTuple):
     k_BLGK: jax.Array
     v_BLGRV: jax.Array
     decay_BLGR: jax.Array
-    rate_BLGR: jax.Array
+    rate_BLGR: jax.Array | None = None
     starts_BL: jax.Array | None = None
 
 
-def delta_rule(tokens: Tokens, state_BGRKV: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
+def linear_recurrence(
+    tokens: Tokens, state_BGRKV: jax.Array, chunk: int
+) -> tuple[jax.Array, jax.Array]:
     """Return the outputs `[B, L, G, R, V]` in the dtype of values, and the state after L tokens.
 
     Its gradient reads tokens and state alone: the arrays of chunks, which are larger, it computes
@@ -68,9 +76,12 @@ def _in_chunks(tokens: Tokens, state_BGRKV: jax.Array, chunk: int) -> tuple[jax.
         x = jnp.pad(x_BLGRX, padding).reshape(b, -1, size, g, r, width)
         return x.transpose(1, 0, 3, 4, 2, 5)
 
-    floats = (q[:, :, :, None], k[:, :, :, None], v, decay[..., None], rate[..., None])
+    floats = (
+        q[:, :, :, None], k[:, :, :, None], v, decay[..., None],
+        None if rate is None else rate[..., None],
+    )  # fmt: skip
     chunks = Tokens(
-        *(split(x.astype(wide)) for x in floats),
+        *(x if x is None else split(x.astype(wide)) for x in floats),
         None if starts is None else split(starts[:, :, None, None, None].astype(jnp.int32)),
     )
     made, state_BGRKV = _run(chunks, state_BGRKV)
@@ -116,19 +127,21 @@ def _run(chunks: Tokens, state_BGRKV: jax.Array) -> tuple[jax.Array, jax.Array]:
     q, k, v, decay, rate, starts = chunks
     decays = _Decays.of(decay, starts)
     scores = (q @ k.mT) * decays.pairs
-    system = jnp.tril(rate * (k @ k.mT) * decays.pairs, -1)
-    solved = unit_lower_inverse(system) * rate.mT
-    from_values, from_state = solved @ v, (solved * decays.enters.mT) @ k
+    from_values, from_state = v, None
+    if rate is not None:
+        system = jnp.tril(rate * (k @ k.mT) * decays.pairs, -1)
+        solved = unit_lower_inverse(system) * rate.mT
+        from_values, from_state = solved @ v, (solved * decays.enters.mT) @ k
 
-    def step(state: jax.Array, of_chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(state: jax.Array, of_chunk: tuple[Any, ...]) -> tuple[jax.Array, ...]:
         values, reads, keys, leaves, passes = of_chunk
-        corrections = values - reads @ state
-        after = passes * state + keys.mT @ (leaves * corrections)
-        return after, (state, corrections)
+        taken_up = values if reads is None else values - reads @ state
+        after = passes * state + keys.mT @ (leaves * taken_up)
+        return after, (state, taken_up)
 
     per_chunk = from_values, from_state, k, decays.leaves, decays.passes
-    state_BGRKV, (before, corrections) = lax.scan(step, state_BGRKV, per_chunk)
-    return decays.enters * (q @ before) + scores @ corrections, state_BGRKV
+    state_BGRKV, (before, taken_up) = lax.scan(step, state_BGRKV, per_chunk)
+    return decays.enters * (q @ before) + scores @ taken_up, state_BGRKV
 
 
 @jax.custom_vjp

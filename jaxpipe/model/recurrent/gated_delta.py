@@ -16,8 +16,8 @@ from flax import nnx
 from jaxpipe.model.attention.keys import Cache
 from jaxpipe.model.layers.parts import Init, LayerInputs, RMSNorm, broadcast_last
 from jaxpipe.model.options import LayerParts
-from jaxpipe.model.recurrent.chunks import Tokens, delta_rule
-from jaxpipe.model.recurrent.convolution import causal_convolution
+from jaxpipe.model.recurrent.chunks import Tokens, linear_recurrence
+from jaxpipe.model.recurrent.heads import convolve_heads, to_heads
 
 
 class Sizes(Protocol):
@@ -53,10 +53,10 @@ class GatedDeltaNetwork(nnx.Module):
         self.wz = init("delta/wz", (d, values), 0.02, columns)
         self.rate = init("delta/rate", (d, heads), 0.02, columns)
         self.decay = init("delta/decay", (d, heads), 0.02, columns)
-        self.decay_bias = init("delta/decay_bias", (heads,), _draw_decay_bias, parts.cut(0))
-        self.log_decay = init("delta/log_decay", (heads,), _draw_log_decay, parts.cut(0))
+        self.decay_bias = init("delta/decay_bias", (heads,), draw_decay_bias, parts.cut(0))
+        self.log_decay = init("delta/log_decay", (heads,), draw_log_decay, parts.cut(0))
         for name, width in ("conv_q", keys), ("conv_k", keys), ("conv_v", values):
-            taps = init(f"delta/{name}", (config.delta_taps, width), _draw_taps, columns)
+            taps = init(f"delta/{name}", (config.delta_taps, width), draw_taps, columns)
             setattr(self, name, taps)
         norm = parts.own(differs=parts.devices.size > 1)
         self.norm = RMSNorm("delta/norm", config.delta_value_dim, config.norm_eps, init, norm)
@@ -102,11 +102,8 @@ class GatedDeltaNetwork(nnx.Module):
         every_taps = self.conv_q[...], self.conv_k[...], self.conv_v[...]
         mixed, after = [], []
         for x_BLX, width, taps_TX, before in zip(products, widths, every_taps, state):
-            x_BLX = self._to_heads(x_BLX, width)
-            # As of one token of each neighbour, of which the first has the taps of all heads.
-            taps_TX = self._to_heads(taps_TX[None], width)[0, : config.delta_taps]
-            x_BLX, last = causal_convolution(x_BLX, taps_TX, before, positions_BL)
-            mixed.append(jax.nn.silu(x_BLX).reshape(*x_BLX.shape[:2], -1, width))
+            x_BLHK, last = convolve_heads(sequence, x_BLX, taps_TX, width, before, positions_BL)
+            mixed.append(x_BLHK)
             after.append(last)
         q_BLGK, k_BLGK, v_BLHV = mixed
         by_key = *q_BLGK.shape[:3], -1  # value heads of a key head follow each other
@@ -114,18 +111,12 @@ class GatedDeltaNetwork(nnx.Module):
             normalise(q_BLGK) * config.delta_key_dim**-0.5,
             normalise(k_BLGK),
             v_BLHV.reshape(*by_key, v_BLHV.shape[-1]),
-            *(self._to_heads(x, 1).reshape(by_key) for x in (decay_BLH, rate_BLH)),
+            *(to_heads(sequence, x, 1).reshape(by_key) for x in (decay_BLH, rate_BLH)),
             None if positions_BL is None else positions_BL == 0,
         )
-        mixed_BLGRV, recurrent = delta_rule(tokens, state[-1], config.delta_chunk)
+        mixed_BLGRV, recurrent = linear_recurrence(tokens, state[-1], config.delta_chunk)
         cache = given.cache and given.cache._replace(parts=(*after, recurrent))
         return sequence.to_tokens(mixed_BLGRV.reshape(v_BLHV.shape)), cache
-
-    def _to_heads(self, x_BLX: jax.Array, width: int) -> jax.Array:
-        """All tokens of a share of the heads, each of a width, from a shard with all heads."""
-        x_BLHK = x_BLX.reshape(*x_BLX.shape[:2], -1, width)
-        x_BLHK = self.sequence.to_heads(x_BLHK)
-        return x_BLHK.reshape(*x_BLHK.shape[:2], -1)
 
 
 def empty_state(config: Sizes, x: jax.Array, shares: int) -> tuple[jax.Array, ...]:
@@ -152,12 +143,12 @@ def normalise(x: jax.Array) -> jax.Array:
     return wide * jax.lax.rsqrt((wide * wide).sum(-1, keepdims=True) + 1e-6)
 
 
-def _draw_log_decay(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def draw_log_decay(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Uniform logarithms of speeds from 1 to 16."""
     return jax.random.uniform(key, shape, jnp.float32, 0.0, math.log(16))
 
 
-def _draw_decay_bias(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def draw_decay_bias(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Uniform logarithms of steps from 0.001 to 0.1, whose softplus is about the step itself.
 
     Steps and speeds are those of Mamba-2 (Dao and Gu 2024): states live for 1 to 1,000 tokens. With
@@ -167,7 +158,7 @@ def _draw_decay_bias(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.uniform(key, shape, jnp.float32, math.log(0.001), math.log(0.1))
 
 
-def _draw_taps(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def draw_taps(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Uniform taps, as torch's `Conv1d` draws them for one channel each."""
     bound = shape[0] ** -0.5
     return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
