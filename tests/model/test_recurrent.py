@@ -27,11 +27,12 @@ def wide():
         yield
 
 
-def drawn(*, starts=False, decay=1.0, corrects=True):
+def drawn(*, starts=False, decay=1.0, corrects=True, channels=False):
     rng = np.random.default_rng(0)
     sizes = (B, L, G, K), (B, L, G, K), (B, L, G, R, V)
     q, k, v = (jnp.asarray(rng.normal(size=size)) for size in sizes)
-    decays = -decay * jnp.asarray(rng.exponential(size=(B, L, G, R)))
+    each = (B, L, G, R, K) if channels else (B, L, G, R)
+    decays = -decay * jnp.asarray(rng.exponential(size=each))
     rates = jnp.asarray(rng.random((B, L, G, R))) if corrects else None
     begins = jnp.asarray(rng.random((B, L)) < 0.2) if starts else None
     state = jnp.asarray(rng.normal(size=(B, G, R, K, V)))
@@ -48,25 +49,43 @@ def loss_and_gradients(run, tokens, state):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(tuple(floats), state)
 
 
-@pytest.mark.parametrize("corrects", [False, True])
-@pytest.mark.parametrize("starts", [False, True])
-def test_chunks_are_the_recurrence(starts, corrects):
-    tokens, state = drawn(starts=starts, corrects=corrects)
+@pytest.mark.parametrize(
+    ("starts", "corrects", "channels"),
+    [
+        (False, False, False), (False, True, False), (True, False, False), (True, True, False),
+        (True, True, True),
+    ],
+)  # fmt: skip
+def test_chunks_are_the_recurrence(starts, corrects, channels):
+    tokens, state = drawn(starts=starts, corrects=corrects, channels=channels)
     want = loss_and_gradients(recurrence.linear_recurrence, tokens, state)
     for chunk in (1, 8, 64):  # of which 8 does not divide the length
         run = partial(linear_recurrence, chunk=chunk)
         assert_same(loss_and_gradients(run, tokens, state), want)
 
 
-def test_a_state_that_decays_at_once_is_finite():
+@pytest.mark.parametrize("channels", [False, True])
+def test_a_state_that_decays_at_once_is_finite(channels):
     """Of decays within a chunk only differences are taken, and of tokens before alone."""
-    tokens, state = drawn(starts=True, decay=100.0)
+    tokens, state = drawn(starts=True, decay=100.0, channels=channels)
     want = loss_and_gradients(recurrence.linear_recurrence, tokens, state)
     assert_same(loss_and_gradients(partial(linear_recurrence, chunk=16), tokens, state), want)
 
 
-def test_slices_hand_on_their_state():
-    tokens, state = drawn()
+def test_channels_beside_one_that_forgets_are_exact():
+    """No sum of a chunk's decays is so large that a difference of two loses what is small."""
+    tokens, state = drawn(channels=True, decay=0.1)
+    forgets = tokens.decay_BLGR.at[:, 2].set(-1e4)  # float32 has 0.001 beside it
+    tokens = tokens._replace(decay_BLGR=forgets)
+    want = loss_and_gradients(recurrence.linear_recurrence, tokens, state)
+    narrow = jax.tree.map(jnp.float32, (tokens, state))
+    got = loss_and_gradients(partial(linear_recurrence, chunk=32), *narrow)
+    assert_same(got, want, 1e-6)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_slices_hand_on_their_state(channels):
+    tokens, state = drawn(channels=channels)
     run = jax.jit(linear_recurrence, static_argnums=2)
     want, after = run(tokens, state, 8)
     made = []
@@ -77,11 +96,13 @@ def test_slices_hand_on_their_state():
     assert_same((jnp.concatenate(made, 1), state), (want, after))
 
 
-def test_nothing_has_a_row_of_keys_or_a_state_for_every_token():
+@pytest.mark.parametrize("channels", [False, True])
+def test_nothing_has_a_row_of_keys_or_a_state_for_every_token(channels):
     """Neither F nor the gradient, at 4,096 tokens."""
     length, width, heads = 4096, 64, 2
     sizes = (1, length, heads, width), (1, length, heads, width), (1, length, heads, 1, width)
-    shapes = [*sizes, (1, length, heads, 1), (1, length, heads, 1)]
+    rates = 1, length, heads, 1
+    shapes = [*sizes, (*rates, width) if channels else rates, rates]
     floats = tuple(jax.ShapeDtypeStruct(size, jnp.float32) for size in shapes)
     state = jax.ShapeDtypeStruct((1, heads, 1, width, width), jnp.float32)
 

@@ -10,7 +10,8 @@ def linear_recurrence(tokens, state):
     def step(state, token):
         q, k, v, decay, rate, start = token
         state = jnp.where(start[:, None, None, None, None], 0, state)
-        state = jnp.exp(decay)[..., None, None] * state
+        by_channel = decay if decay.ndim == v.ndim else decay[..., None]
+        state = jnp.exp(by_channel)[..., None] * state
         if rate is not None:
             v = rate[..., None] * (v - jnp.einsum("bgrkv,bgk->bgrv", state, k))
         state += jnp.einsum("bgk,bgrv->bgrkv", k, v)

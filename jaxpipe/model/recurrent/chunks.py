@@ -10,6 +10,9 @@ By the gated delta rule it is instead corrected where a token's key reads it (Ya
 
   S_t = a_t S_(t-1) + k_t (b_t (v_t - (a_t S_(t-1))^T k_t))^T.
 
+The factor a_t is a number, or a diagonal matrix `[K, K]` (Kimi delta attention: Kimi Team 2025,
+"Kimi Linear", arXiv 2510.26692, section 3).
+
 Each correction within a chunk of C tokens depends on those before it: they solve a triangular
 system (the WY representation: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta
 Rule", arXiv 2406.06484, section 3). Only the states at the ends of chunks follow from one another,
@@ -26,6 +29,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.model.recurrent.decays import ChannelDecays, HeadDecays
+
 _ROWS = 8  # a block of so many rows of a triangular system is solved row by row
 
 
@@ -35,7 +40,8 @@ class Tokens(NamedTuple):
     Attributes:
       q_BLGK, k_BLGK: queries, and keys; with a rate these have norm 1 or less.
       v_BLGRV: values.
-      decay_BLGR: logarithms of the factors a, 0 or less.
+      decay_BLGR: logarithms of the factors a, 0 or less; `[B, L, G, R, K]` where every channel of a
+        key has its own.
       rate_BLGR: the factors b of the delta rule, from 0 to 1; None: states take up values as they
         are.
       starts_BL: whether the state is 0 before a token; None: it is before none.
@@ -77,7 +83,8 @@ def _in_chunks(tokens: Tokens, state_BGRKV: jax.Array, chunk: int) -> tuple[jax.
         return x.transpose(1, 0, 3, 4, 2, 5)
 
     floats = (
-        q[:, :, :, None], k[:, :, :, None], v, decay[..., None],
+        q[:, :, :, None], k[:, :, :, None], v,
+        decay if decay.ndim == v.ndim else decay[..., None],
         None if rate is None else rate[..., None],
     )  # fmt: skip
     chunks = Tokens(
@@ -90,58 +97,26 @@ def _in_chunks(tokens: Tokens, state_BGRKV: jax.Array, chunk: int) -> tuple[jax.
     return made_BLGRV.astype(v.dtype), state_BGRKV
 
 
-class _Decays(NamedTuple):
-    """The factors between the tokens of a chunk, and between them and its ends.
-
-    Attributes:
-      pairs: from token j to token i, `[N, B, G, R, C, C]`; 0 where j comes after i.
-      enters: from the state before the chunk to each token, `[N, B, G, R, C, 1]`.
-      leaves: from each token to the state after the chunk, of the same shape.
-      passes: from one of these states to the other, `[N, B, G, R, 1, 1]`.
-    """
-
-    pairs: jax.Array
-    enters: jax.Array
-    leaves: jax.Array
-    passes: jax.Array
-
-    @classmethod
-    def of(cls, decay: jax.Array, starts: jax.Array | None) -> "_Decays":
-        """Compute them of the logarithms of each token's decay, and of the starts of documents."""
-        total = jnp.cumsum(decay, axis=-2)
-        size = total.shape[-2]
-        seen = jnp.tri(size, dtype=bool).reshape(*(1,) * (total.ndim - 2), size, size)
-        enters, leaves = jnp.exp(total), jnp.exp(total[..., -1:, :] - total)
-        if starts is not None:
-            number = jnp.cumsum(starts, axis=-2)  # of starts so far in the chunk
-            seen = seen & (number == number.mT)
-            enters = jnp.where(number == 0, enters, 0)
-            leaves = jnp.where(number == number[..., -1:, :], leaves, 0)
-        # Of pairs that are not seen the difference may be large, and its exponential infinite.
-        pairs = jnp.where(seen, jnp.exp(jnp.where(seen, total - total.mT, 0)), 0)
-        return cls(pairs, enters, leaves, enters[..., -1:, :])
-
-
 def _run(chunks: Tokens, state_BGRKV: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the outputs `[N, B, G, R, C, V]` of all chunks, and the state after the last."""
     q, k, v, decay, rate, starts = chunks
-    decays = _Decays.of(decay, starts)
-    scores = (q @ k.mT) * decays.pairs
+    decays = (HeadDecays if decay.shape[-1] == 1 else ChannelDecays).of(decay, starts)
+    scores = decays.scores(q, k)
     from_values, from_state = v, None
     if rate is not None:
-        system = jnp.tril(rate * (k @ k.mT) * decays.pairs, -1)
+        system = jnp.tril(decays.system(rate, k), -1)
         solved = unit_lower_inverse(system) * rate.mT
-        from_values, from_state = solved @ v, (solved * decays.enters.mT) @ k
+        from_values, from_state = solved @ v, decays.reads(solved, k)
 
     def step(state: jax.Array, of_chunk: tuple[Any, ...]) -> tuple[jax.Array, ...]:
         values, reads, keys, leaves, passes = of_chunk
         taken_up = values if reads is None else values - reads @ state
-        after = passes * state + keys.mT @ (leaves * taken_up)
+        after = passes * state + keys.mT @ (taken_up if leaves is None else leaves * taken_up)
         return after, (state, taken_up)
 
-    per_chunk = from_values, from_state, k, decays.leaves, decays.passes
+    per_chunk = from_values, from_state, *decays.writes(k), decays.passes
     state_BGRKV, (before, taken_up) = lax.scan(step, state_BGRKV, per_chunk)
-    return decays.enters * (q @ before) + scores @ taken_up, state_BGRKV
+    return decays.outputs(q, before) + scores @ taken_up, state_BGRKV
 
 
 @jax.custom_vjp
