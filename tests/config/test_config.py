@@ -111,6 +111,7 @@ PARAMETERS = {
     "deepseek_v2_lite": 15_706_484_224,
     "deepseek_v3": 671_026_419_200 - 58 * 256,  # published with the biases of its routers
     "deepseek_v3.2": 671_026_404_352 + 61 * (1536 * 64 * 128 + 7168 * (128 + 64) + 2 * 128),
+    "glm5": 743_911_199_232,
     "kimi_k2": 1_026_408_232_448 - 60 * 384,
     "deepseek_v4_flash": 284_332_230_231,  # without the layer that predicts a further token
     "gpt2": 124_439_808,
@@ -135,6 +136,7 @@ ACTIVE = {
     "deepseek_v2_lite": 2_661_150_208,
     "deepseek_v3": 37_552_282_624,
     "deepseek_v3.2": 38_403_807_488,
+    "glm5": 41_784_709_632,
     "kimi_k2": 32_861_477_888,
     "deepseek_v4_flash": 13_799_622_231,
 }

@@ -33,36 +33,41 @@ _YARN = {
     "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.5,
 }  # fmt: skip
 MODELS = {
-    "v3": ("V3", _SIZES | {
+    "v3": ("DeepseekV3", _SIZES | {
         "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "n_shared_experts": 1,
         "rope_parameters": _YARN, "num_key_value_heads": 4,
     }),
-    "kimi": ("V3", _SIZES | {
+    "kimi": ("DeepseekV3", _SIZES | {
         "q_lora_rank": 24, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
         "routed_scaling_factor": 2.827, "num_key_value_heads": 4, "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
     }),
     # Rows are longer than the keys that a query attends to. With many index heads no two scores
     # are equal, which happens where all heads' products are negative.
-    "v32": ("V32", _SIZES | {
+    "v32": ("DeepseekV32", _SIZES | {
         "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "n_shared_experts": 1,
         "rope_parameters": _YARN, "num_key_value_heads": 4, "index_topk": 7, "index_n_heads": 16,
         "index_head_dim": 12,
     }),
-    "v2": ("V2", _SIZES | {
+    "glm5": ("GlmMoeDsa", _SIZES | {
+        "q_lora_rank": 24, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+        "num_key_value_heads": 4, "index_topk": 7, "index_n_heads": 16, "index_head_dim": 12,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    }),
+    "v2": ("DeepseekV2", _SIZES | {
         "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
         "routed_scaling_factor": 16.0, "rope_parameters": _YARN | {"mscale_all_dim": 0.707},
     }),
-    "v2_lite": ("V2", _SIZES | {"q_lora_rank": None, "rope_parameters": _YARN}),
+    "v2_lite": ("DeepseekV2", _SIZES | {"q_lora_rank": None, "rope_parameters": _YARN}),
 }  # fmt: skip
 
 
 def made_by_transformers(name):
     """Return a random model whose gains are not one and whose biases change the choice."""
-    version, fields = MODELS[name]
+    family, fields = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"Deepseek{version}Config")(**fields)
-    model = getattr(transformers, f"Deepseek{version}ForCausalLM")(config).eval()
+    config = getattr(transformers, f"{family}Config")(**fields)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
             if "norm" in key:
@@ -169,7 +174,11 @@ CHANGES = {
         "quantization_config": {"quant_method": "awq"}
     },
     "moe_layer_freq=2 but": {"moe_layer_freq": 2},
-}
+    "has indexer_types=.*'shared'.* an indexer of their own": {
+        "architectures": [huggingface.GLM], "indexer_types": ["full", "shared", "shared"],
+    },
+    "index_topk_freq=4 but": {"architectures": [huggingface.GLM], "index_topk_freq": 4},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", CHANGES)

@@ -76,6 +76,7 @@ _EXPERT_NAMES = {
             "deepseek_v3",
             "deepseek_v32",
             "glm4_moe",
+            "glm_moe_dsa",
             "qwen3_next",
             "qwen3_5_moe_text",
         ),

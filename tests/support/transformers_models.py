@@ -2,7 +2,7 @@
 
 VOCABULARY = 32
 
-_SIZES = {
+SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
@@ -16,7 +16,7 @@ _EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "norm_topk_prob": True,
     "decoder_sparse_step": 2, "mlp_only_layers": [],
 }  # fmt: skip
-_LATENT = {
+LATENT = {
     "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6,
     "num_key_value_heads": 4, "first_k_dense_replace": 1,
@@ -29,22 +29,22 @@ _LATENT = {
 MODELS = {
     "llama": (
         "Llama",
-        _SIZES | {"head_dim": 6, "rms_norm_eps": 1e-5, "rope_parameters": _LLAMA_3},
+        SIZES | {"head_dim": 6, "rms_norm_eps": 1e-5, "rope_parameters": _LLAMA_3},
     ),
     "qwen3": (
         "Qwen3",
-        _SIZES | {"head_dim": 6, "rope_parameters": _ROPE, "tie_word_embeddings": True},
+        SIZES | {"head_dim": 6, "rope_parameters": _ROPE, "tie_word_embeddings": True},
     ),
-    "qwen2": ("Qwen2", _SIZES | {"rope_parameters": _ROPE, "tie_word_embeddings": True}),
-    "qwen3_moe": ("Qwen3Moe", _SIZES | _EXPERTS | {"head_dim": 4, "rope_parameters": _ROPE}),
+    "qwen2": ("Qwen2", SIZES | {"rope_parameters": _ROPE, "tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3Moe", SIZES | _EXPERTS | {"head_dim": 4, "rope_parameters": _ROPE}),
     "mixtral": (
         "Mixtral",
-        _SIZES
+        SIZES
         | {"rope_parameters": _ROPE, "num_local_experts": 4, "intermediate_size": 12},
     ),
     "gemma3": (
         "Gemma3",
-        _SIZES
+        SIZES
         | {
             "head_dim": 6, "query_pre_attn_scalar": 10, "sliding_window": 3,
             "pad_token_id": None,  # the embedding of such a token would have no gradient
@@ -58,7 +58,7 @@ MODELS = {
     ),
     "gpt_oss": (
         "GptOss",
-        _SIZES
+        SIZES
         | {
             "head_dim": 6, "intermediate_size": 12, "sliding_window": 3, "num_local_experts": 4,
             "num_experts_per_tok": 2,
@@ -71,7 +71,7 @@ MODELS = {
     # Layers with and without positions, dense and sparse; chunks and temperatures within a row.
     "llama4": (
         "Llama4",
-        _SIZES
+        SIZES
         | {
             "head_dim": 6, "intermediate_size": 12, "intermediate_size_mlp": 20,
             "num_local_experts": 4, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3,
@@ -81,14 +81,14 @@ MODELS = {
     ),
     "deepseek_v2": (
         "DeepseekV2",
-        _SIZES | _LATENT | {
+        SIZES | LATENT | {
             "q_lora_rank": None, "n_group": 2, "topk_group": 1,
             "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0,
         },
     ),
     "deepseek_v3": (
         "DeepseekV3",
-        _SIZES | _LATENT | {"q_lora_rank": 8, "n_group": 2, "topk_group": 2},
+        SIZES | LATENT | {"q_lora_rank": 8, "n_group": 2, "topk_group": 2},
     ),
     "gpt2": (
         "GPT2",
@@ -111,10 +111,10 @@ _DELTA = {
 }  # fmt: skip
 # Further families, without a record: `test_relatives.py` compares them where transformers is.
 RELATIVES = {
-    "olmo2": ("Olmo2", _SIZES | {"rope_parameters": _ROPE, "pad_token_id": None}),
+    "olmo2": ("Olmo2", SIZES | {"rope_parameters": _ROPE, "pad_token_id": None}),
     "olmo3": (
         "Olmo3",
-        _SIZES
+        SIZES
         | {
             "sliding_window": 3, "pad_token_id": None,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -122,14 +122,14 @@ RELATIVES = {
         },
     ),
     "glm4": (
-        "Glm4", _SIZES | {"head_dim": 8, "rope_parameters": _PARTIAL, "pad_token_id": None}
+        "Glm4", SIZES | {"head_dim": 8, "rope_parameters": _PARTIAL, "pad_token_id": None}
     ),
     "seed_oss": (
-        "SeedOss", _SIZES | {"head_dim": 6, "rope_parameters": _ROPE, "pad_token_id": None}
+        "SeedOss", SIZES | {"head_dim": 6, "rope_parameters": _ROPE, "pad_token_id": None}
     ),
     "exaone4": (
         "Exaone4",
-        _SIZES
+        SIZES
         | {
             "head_dim": 6, "rope_parameters": _ROPE, "sliding_window": 3,
             "sliding_window_pattern": 2,
@@ -137,7 +137,7 @@ RELATIVES = {
     ),
     "glm4_moe": (
         "Glm4Moe",
-        _SIZES
+        SIZES
         | {
             "head_dim": 8, "rope_parameters": _PARTIAL, "attention_bias": True,
             "use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2,
@@ -146,7 +146,7 @@ RELATIVES = {
     ),
     "minimax_m2": (
         "MiniMaxM2",
-        _SIZES
+        SIZES
         | {
             "head_dim": 8, "rope_parameters": _PARTIAL, "intermediate_size": 12,
             "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -154,7 +154,7 @@ RELATIVES = {
     ),
     "qwen3_next": (
         "Qwen3Next",
-        _SIZES
+        SIZES
         | _DELTA
         | {
             "head_dim": 8, "rope_parameters": _PARTIAL, "num_experts": 4, "num_experts_per_tok": 2,
@@ -162,11 +162,11 @@ RELATIVES = {
         },
     ),
     "qwen3_5": (
-        "Qwen3_5", _SIZES | _DELTA | {"head_dim": 8, "rope_parameters": _PARTIAL}
+        "Qwen3_5", SIZES | _DELTA | {"head_dim": 8, "rope_parameters": _PARTIAL}
     ),
     "qwen3_5_moe": (
         "Qwen3_5Moe",
-        {name: size for name, size in _SIZES.items() if name != "intermediate_size"}
+        {name: size for name, size in SIZES.items() if name != "intermediate_size"}
         | _DELTA
         | {
             "head_dim": 8, "rope_parameters": _PARTIAL, "num_experts": 4, "num_experts_per_tok": 2,
@@ -197,7 +197,7 @@ RELATIVES = {
     ),
     "phi3": (
         "Phi3",
-        _SIZES | {"head_dim": 4, "rope_parameters": _PARTIAL, "sliding_window": 3,
+        SIZES | {"head_dim": 4, "rope_parameters": _PARTIAL, "sliding_window": 3,
                   "pad_token_id": None},
     ),
 }  # fmt: skip

@@ -43,6 +43,9 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
     index_topk: Count = 0
     index_n_heads: Count = 0  # heads of the indexer
     index_head_dim: Count = 0  # width of the indexer's heads
+    # the indexer's pairs of dims that rotate are (2i, 2i + 1), as attention's are (GLM-5), and not
+    # (i, i + model.qk_rope_head_dim / 2)
+    index_rotates_neighbours: bool = False
     # weight of the indexer's loss, the divergence of its scores from attention's probabilities:
     # its mean over tokens, summed over layers. Nothing else trains the indexer; 0: it is frozen
     index_loss: NotNegative = 1.0
@@ -210,17 +213,18 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
         `model.index_topk` needs `model.q_lora_rank`, and `model.index_head_dim` of at least
         `model.qk_rope_head_dim`.
 
-        `model.index_warmup` and `model.index_loss` need `model.index_topk`.
+        `model.index_warmup`, `model.index_loss` and `model.index_rotates_neighbours` need
+        `model.index_topk`.
 
         `model.index_warmup` needs `model.index_loss` above 0, and `model.router_bias_rate=0`.
         """
         sizes = self.index_topk, self.index_n_heads, self.index_head_dim
         if not any(sizes):
-            if self.index_warmup or self.index_loss != 1:
+            if self.index_warmup or self.index_loss != 1 or self.index_rotates_neighbours:
                 yield (
-                    f"model.index_warmup={self.index_warmup} and model.index_loss="
-                    f"{self.index_loss} are of an indexer, but model.index_topk=0: set "
-                    f"model.index_topk, or leave both out."
+                    f"model.index_warmup={self.index_warmup}, model.index_loss={self.index_loss} "
+                    f"and model.index_rotates_neighbours={self.index_rotates_neighbours} are of an "
+                    f"indexer, but model.index_topk=0: set model.index_topk, or leave them out."
                 )
             return
         if self.index_warmup and not self.index_loss:

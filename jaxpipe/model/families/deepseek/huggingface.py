@@ -1,7 +1,7 @@
-"""Names and config.json of DeepSeek-V2, V3 and V3.2, and models of V3's architecture (Kimi-K2).
+"""Names and config.json of DeepSeek-V2, V3 and V3.2, of V3's likes (Kimi-K2), and of GLM-5.
 
-The fields are those of transformers' `DeepseekV2Config`, `DeepseekV3Config` and
-`DeepseekV32Config`, and those that only DeepSeek's own code reads, where they are given
+The fields are those of transformers' `DeepseekV2Config`, `DeepseekV3Config`, `DeepseekV32Config`
+and `GlmMoeDsaConfig`, and those that only DeepSeek's own code reads, where they are given
 (`scoring_func`, `topk_method`, `aux_loss_alpha`). An absent field has transformers' default.
 """
 
@@ -25,8 +25,10 @@ from jaxpipe.model.published import (
 )
 
 V2, V3, V32 = (f"Deepseek{version}ForCausalLM" for version in ("V2", "V3", "V32"))
-ARCHITECTURES = (V2, V3, V32)
-MODELS = "a DeepSeek-V2, V3 or V3.2"
+GLM = "GlmMoeDsaForCausalLM"
+_TYPES = {V2: "deepseek_v2", V3: "deepseek_v3", V32: "deepseek_v32", GLM: "glm_moe_dsa"}
+ARCHITECTURES = (V2, V3, V32, GLM)
+MODELS = "a DeepSeek-V2, V3 or V3.2, or a GLM-5"
 
 BASE, PREFIX = "model.", "model.layers.{}."
 
@@ -118,6 +120,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128,
         "max_position_embeddings": 163840,
     },
+    GLM: _OF_V3 | {
+        "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5,
+        "n_group": 1, "topk_group": 1, "index_topk": 2048, "index_n_heads": 32,
+        "index_head_dim": 128, "max_position_embeddings": 202752, "eos_token_id": 1,
+    },
 }  # fmt: skip
 # Features that our decoder lacks, and the values with which a checkpoint does not use them.
 _ABSENT: dict[str, tuple[Any, ...]] = {
@@ -126,6 +133,8 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "moe_layer_freq": (1,),
     "rope_interleave": (True,),
+    "index_topk_freq": (1,),
+    "index_topk_pattern": (None,),
 }
 _OF_SIGMOID = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 _ROUTERS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -135,13 +144,15 @@ _ROUTERS: dict[str, dict[str, tuple[Any, ...]]] = {
         "norm_topk_prob": (False, None),
     },
     V3: _OF_SIGMOID,
-    V32: _OF_SIGMOID,
+    V32: _OF_SIGMOID | {"indexer_rope_interleave": (False,)},
+    GLM: _OF_SIGMOID | {"indexer_rope_interleave": (True,)},
 }
 # Read elsewhere, or without effect in latent attention and in one process.
 _READ = (
     "max_position_embeddings", "quantization_config", "topk_method", "scoring_func",
     "num_experts_per_tok", "num_nextn_predict_layers", "aux_loss_alpha", "seq_aux", "ep_size",
     "num_key_value_heads", "head_dim", "qk_head_dim", "mlp_layer_types", "layer_types",
+    "indexer_types", "indexer_rope_interleave", "index_skip_topk_offset",
     *rope.FIELDS,
 )  # fmt: skip
 
@@ -181,12 +192,13 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
     name, theirs = architecture(theirs, ARCHITECTURES), with_defaults(theirs)
     check_only(theirs, _ABSENT | _ROUTERS[name])
     check_quantised(theirs)
-    indexer = _INDEXER if name == V32 else ()
+    indexer = _INDEXER if name in (V32, GLM) else ()
     check_known(theirs, {*_READ, *_SIZES, *_CHOICES, *_ABSENT, *indexer})
     _check_layers(theirs)
     needed = sizes(theirs, _SIZES | {"num_experts_per_tok": "experts_per_token"})
     ours = {own: theirs[field] for field, own in _CHOICES.items()}
     ours |= dict.fromkeys(_INDEXER, 0) | {field: theirs[field] for field in indexer}
+    ours["index_rotates_neighbours"] = name == GLM
     if theirs["topk_method"] == "greedy":
         ours |= {"expert_groups": None, "groups_per_token": None}
     return needed | ours | _router(name, ours) | rope.expected(theirs)
@@ -198,12 +210,13 @@ def _check_layers(theirs: Mapping[str, Any]) -> None:
     kinds = {
         "mlp_layer_types": ["dense"] * min(dense, layers) + ["sparse"] * (layers - dense),
         "layer_types": ["indexed_attention"] * layers,
+        "indexer_types": ["full"] * layers,
     }
     for name, usual in kinds.items():
         if theirs.get(name) not in (None, usual):
             raise ValueError(
                 f"has {name}={theirs[name]}, but here the first layers alone are dense, and all "
-                f"have the same attention: take another checkpoint."
+                f"have the same attention, with an indexer of their own: take another checkpoint."
             )
 
 
@@ -231,13 +244,14 @@ def trained(theirs: Mapping[str, Any], model: DeepseekConfig) -> dict[str, Any]:
 def written(model: DeepseekConfig, dtype: str, max_positions: int) -> dict[str, Any]:
     """The config.json of a model, in the fields that both versions of transformers read.
 
-    With an indexer it is a DeepSeek-V3.2, else with `router_score="sigmoid"` a DeepSeek-V3, else a
-    DeepSeek-V2.
+    With an indexer it is a DeepSeek-V3.2, or a GLM-5 if that rotates neighbours, else with
+    `router_score="sigmoid"` a DeepSeek-V3, else a DeepSeek-V2.
 
     Raises `ValueError` with a sentence where none can express the model.
     """
     name = V3 if model.router_score == "sigmoid" else V2
-    name = V32 if model.index_topk else name
+    if model.index_topk:
+        name = GLM if model.index_rotates_neighbours else V32
     _check_written(name, model)
     fields = {theirs: getattr(model, ours) for theirs, ours in (_SIZES | _CHOICES).items()}
     in_groups = model.expert_groups > 1
@@ -245,7 +259,7 @@ def written(model: DeepseekConfig, dtype: str, max_positions: int) -> dict[str, 
     indexer = {field: getattr(model, field) for field in _INDEXER if model.index_topk}
     return {
         "architectures": [name],
-        "model_type": {V2: "deepseek_v2", V3: "deepseek_v3", V32: "deepseek_v32"}[name],
+        "model_type": _TYPES[name],
         **fields,
         **indexer,
         "moe_intermediate_size": model.expert_width,

@@ -68,9 +68,10 @@ class Indexer(nnx.Module):
         )
         q_BLIE = q_BLX.reshape(*q_BLX.shape[:2], -1, config.index_head_dim)
         k_BL1E = self.k_norm(k_BLE)[:, :, None]
-        # The first dims rotate, in halves: the pairs are not those of the model's attention.
+        # The first dims rotate, in DeepSeek-V3.2 in other pairs than those of attention.
         q_BLIE, k_BL1E = (
-            rotary(y, positions_BL, config, neighbours=False) for y in (q_BLIE, k_BL1E)
+            rotary(y, positions_BL, config, neighbours=config.index_rotates_neighbours)
+            for y in (q_BLIE, k_BL1E)
         )
         wide = jnp.promote_types(x_BLD.dtype, jnp.float32)
         weight_BLI = x_BLD.astype(wide) @ self.weights[...].astype(wide)
