@@ -11,14 +11,17 @@ from jaxpipe.config import Config
 from jaxpipe.core.schedule import ScheduleError, simulate
 from jaxpipe.planning.candidates import arrange_variant, sizes_of, variant_of
 from jaxpipe.planning.cost.estimate import Estimate, estimate
+from jaxpipe.planning.cost.hardware import Hardware, op_seconds
 from jaxpipe.planning.cost.memory import rank_bytes
 from jaxpipe.planning.limits import planned_bytes
 from jaxpipe.planning.resolve import RunPlan
+from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.schedules import FAMILIES
 
 _TRIES = 6
 _EQUAL = 1e-3  # gain over the configured schedule that is none
 _CLEAR_GAIN = 0.05  # of the scan's time
+_WORTHWHILE = 0.01  # of the tokens per second
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,12 @@ def advise(
     *,
     memory: float,
     bubble: float | None,
+    hardware: Hardware | None = None,
 ) -> Advice:
     """Find the fastest candidate within `memory` bytes a device, and how to reach `bubble`.
 
     `memory` is what a plan may fill of a device (`planned_bytes`). `bubble` is the wanted
-    idle share of the scan; None: no advice on it.
+    idle share of the scan; None: no advice on it. `hardware` None: no advice on layers in halves.
     """
     fitting = sorted(
         (e for e in estimates if e.bytes.total <= memory),
@@ -57,6 +61,8 @@ def advise(
         )
     if fitting and fitting[0].waiting:
         sentences.append(_advise_on_copies(fitting[0]))
+    if fitting and hardware:
+        sentences += _advise_on_halves(fitting[0], memory, hardware)
     if bubble is not None and fitting:
         sentences.append(_advise_on_bubble(config, fitting[0], bubble))
     return Advice(fitting[0].label if fitting else None, tuple(sentences))
@@ -84,6 +90,35 @@ def _advise_on_copies(best: Estimate) -> str:
         f"{label}: compute waits for copies with the host {best.waiting / best.seconds:.1%} of "
         f"the step (train.offload_layers={offloaded}); those of {layers} layers would be hidden."
     )
+
+
+def _advise_on_halves(best: Estimate, memory: float, hardware: Hardware) -> list[str]:
+    """A sentence on what the other `parallel.overlap_halves` gains, if that is clear and fits."""
+    plan = best.plan
+    parallel = plan.config.parallel
+    has_waits = plan.seconds.least_in_halves != plan.seconds
+    if parallel.costs or plan.buffers.pairs or not (has_waits or parallel.overlap_halves):
+        return []
+    halved = not parallel.overlap_halves
+    other = replace(plan.config, parallel=replace(parallel, overlap_halves=halved))
+    try:
+        check_settings(other)
+        seconds = op_seconds(other, hardware)
+        more = estimate(arrange_variant(other, plan.devices, best.variant, seconds), seconds)
+    except ValueError:  # sizes or the schedule exclude halves
+        return []
+    gain = best.seconds / more.seconds - 1
+    if gain < _WORTHWHILE or more.bytes.total > memory:
+        return []
+    why = (
+        "hides collectives of F behind compute"
+        if halved
+        else "has kernels on all rows, which halves make slower than they hide collectives of F"
+    )
+    return [
+        f"{best.label}: parallel.overlap_halves={'true' if halved else 'false'} {why}, for "
+        f"{gain:.1%} more tokens/s and {more.bytes.total / 2**30:.1f} GiB a device."
+    ]
 
 
 def _advise_on_bubble(config: Config, best: Estimate, bubble: float) -> str:

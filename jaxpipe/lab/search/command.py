@@ -7,7 +7,7 @@ from jaxpipe.config import ConfigError
 from jaxpipe.config.reading import read_overrides
 from jaxpipe.lab.search.layout_search import LayoutSearch, SearchResult
 from jaxpipe.lab.search.space import SEARCHED, SearchSpace
-from jaxpipe.lab.search.table import nothing_found
+from jaxpipe.lab.search.table import explain_winner, nothing_found
 from jaxpipe.planning.cost.estimate import Estimate
 from jaxpipe.planning.cost.hardware import Hardware
 from jaxpipe.planning.progress import PlanProgress
@@ -42,7 +42,8 @@ def search_layouts(
 ) -> tuple[list[Estimate], SearchResult, str]:
     """Return the best of the search that arguments of `plan` ask for, the fastest first.
 
-    Also returns a sentence: what the fastest gains over the configuration, and in which settings.
+    Also returns sentences: what the fastest gains over the configuration, in which settings, and
+    over the second.
 
     Raises `ConfigError` where nothing is possible, or nothing fits.
     """
@@ -55,8 +56,11 @@ def search_layouts(
     result = search.run()
     if not result.best:
         raise ConfigError(nothing_found(search, result))
-    words = words_of(changed(config, result.best[0].plan.config, SEARCHED))
+    best = [one.estimate() for one in result.best]
+    words = words_of(changed(config, best[0].plan.config, SEARCHED))
     sentence = "fastest: the configuration as it is"
     if words:
         sentence = f"fastest: {search.gain(result.best[0])}. To run it: {words}"
-    return [one.estimate() for one in result.best], result, sentence
+    if len(best) > 1:
+        sentence += f"\n{explain_winner(*best[:2])}"
+    return best, result, sentence

@@ -3,7 +3,7 @@
 import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 
 from msgspec import structs
 
@@ -223,9 +223,13 @@ class LayoutSearch:
                 yield bound * _ROUNDING, number, scheduled
 
     def _least_seconds_of(self, scheduled: Config) -> OpSeconds:
-        """The least seconds of ops of a schedule: those without gathers in every action."""
+        """The least seconds of ops of a schedule: without gathers in every action, and in halves.
+
+        Layers in halves are not traced for it.
+        """
         parallel = structs.replace(scheduled.parallel, zero_stage=0)
-        return op_seconds(structs.replace(scheduled, parallel=parallel), self.hardware)
+        seconds = op_seconds(structs.replace(scheduled, parallel=parallel), self.hardware)
+        return seconds.least_in_halves
 
     def _facts_of(self, config: Config) -> ScheduleFacts:
         """The facts of a configuration's schedule; raises `ScheduleError` if there is none."""
@@ -246,15 +250,17 @@ class LayoutSearch:
         return self._facts[key]
 
     def _fastest(self, scheduled: Config, number: int, result: SearchResult) -> Found | None:
-        """The fastest way to store the state of a schedule within the memory; None: there is none.
+        """The fastest way to run layers and store the state within the memory; None: there is none.
 
         ZeRO stages have the same scan, unless every action gathers its layers.
         """
         timed: dict[object, tuple[RunPlan, float]] = {}
         fitting = []
-        for one in self.space.storages(scheduled):
+        for one in chain.from_iterable(map(self.space.storages, self.space.halves(scheduled))):
             # Under "auto" the schedule depends on the memory that the state leaves.
-            key = one if one.parallel.memory_limit == "auto" else one.parallel.reshards
+            parallel = one.parallel
+            key = parallel.reshards, parallel.overlap_halves
+            key = one if parallel.memory_limit == "auto" else key
             if not self.space.is_legal(one):
                 continue
             try:
@@ -266,6 +272,8 @@ class LayoutSearch:
                 self.space.refusals[str(error)] = None
                 continue
             plan, scan = timed[key]
+            if parallel.overlap_halves and plan.buffers.pairs:
+                continue  # F hides its collectives behind a gradient
             config = self.space.stored_as(plan.config, one)
             size = rank_bytes(config, plan.layout, plan.buffers).total
             result.note(size, config)

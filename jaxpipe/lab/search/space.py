@@ -20,7 +20,7 @@ _ANY = ScheduleVariant("gpipe")  # allows all that some schedule allows
 SEARCHED = {
     "parallel": (
         "pp", "dp", "tp", "cp", "cp_heads", "ep", "ep_over_tp", "sequence_parallel",
-        "vocab_parallel_pp",
+        "overlap_halves", "vocab_parallel_pp",
         "zero_stage", "schedule", "schedule_file", "virtual_stages", "memory_limit", "in_flight",
         "breadth", "layer_split", "unroll_layers",
     ),
@@ -35,10 +35,10 @@ class SearchSpace:
     """Configurations with the tokens of a step of one, on all of `devices` devices.
 
     They differ in pp, dp, tp, cp, ep (also over tp), sequence and vocabulary parallelism,
-    microbatch size, remat, schedule, stages per rank, offloading and ZeRO stage. tp divides the
-    devices of a host, and cp leaves a device 2,048 tokens of a sequence, if the configuration has
-    no more of them. Of the schedules that are searched themselves there is only the
-    configuration's. All other settings are the configuration's.
+    microbatch size, remat, schedule, stages per rank, layers in halves, offloading and ZeRO stage.
+    tp divides the devices of a host, and cp leaves a device 2,048 tokens of a sequence, if the
+    configuration has no more of them. Of the schedules that are searched themselves there is only
+    the configuration's. All other settings are the configuration's.
 
     Args:
       config: gives the tokens of a step, the model, and all that is not searched.
@@ -143,6 +143,13 @@ class SearchSpace:
         most = 0 if shape.train.remat in ("full", "ahead") else longest - 1
         return self._choose("train.remat_layers", [count for count in counts if count <= most])
 
+    def halves(self, scheduled: Config) -> Iterator[Config]:
+        """Yield a schedule as it is, and with layers in halves if they have collectives."""
+        parallel = scheduled.parallel
+        choices = (False, True) if max(parallel.tp, parallel.ep) > 1 else (False,)
+        for halves in self._choose("parallel.overlap_halves", choices):
+            yield _with(scheduled, parallel=dict(overlap_halves=halves))
+
     def storages(self, scheduled: Config) -> Iterator[Config]:
         """Yield the configurations of a schedule by ZeRO stage and by where moments are."""
         own = self.config.train.offload_moments
@@ -211,6 +218,8 @@ class SearchSpace:
         heads = {"cp_heads": own.cp_heads if sizes["cp"] == own.cp else 1}
         if "parallel.cp_heads" in self._fixed:
             heads = {}
+        if "parallel.overlap_halves" not in self._fixed:
+            heads["overlap_halves"] = False  # of a schedule, `halves` has both
         for stream in self._choose("parallel.sequence_parallel", streams):
             for shared in vocabulary_choices:
                 how = {"sequence_parallel": stream, "vocab_parallel_pp": shared}

@@ -17,6 +17,7 @@ from jaxpipe.lab.search.space import SEARCHED
 from jaxpipe.planning.cost.estimate import Estimate
 from jaxpipe.planning.cost.seconds import NO_COPIES, NO_EXCHANGE
 
+_CLEAR = 0.0005  # of a step: what is printed as 0.1 %
 _GIB = 2**30
 _COLUMNS = {
     "mesh": "left", "microbatches": "right", "remat": "left", "ZeRO": "right", "offloaded": "left",
@@ -25,11 +26,11 @@ _COLUMNS = {
     "host": "right", "dp": "right", "tokens/s/device": "right",
 }  # fmt: skip
 LEGEND = (
-    "mesh: sp is sequence parallelism. microbatches: of a step x sequences of a replica. "
-    "offloaded: to the host. head: embedding and head of the end stages (own), or of all ranks "
-    "(shared). GiB: of a device. Shares of the step's seconds: compute; bubble, idle ranks; "
-    "messages between ranks; tp and ep, cp, their collectives; host, its copies; dp, gradients "
-    "and parameters between replicas."
+    "mesh: sp is sequence parallelism, halves overlap_halves. microbatches: of a step x sequences "
+    "of a replica. offloaded: to the host. head: embedding and head of the end stages (own), or of "
+    "all ranks (shared). GiB: of a device. Shares of the step's seconds: compute; bubble, idle "
+    "ranks; messages between ranks; tp and ep, cp, their collectives; host, its copies; dp, "
+    "gradients and parameters between replicas."
 )
 
 
@@ -73,7 +74,7 @@ def search_table(estimates: Sequence[Estimate]) -> Table:
         layers = f"{train.offload_layers} layers" if train.offload_layers else ""
         recomputed = train.remat_layers
         cells |= {
-            "mesh": parallel.mesh + " sp" * parallel.sequence_parallel,
+            "mesh": _mesh(config),
             "microbatches": f"{train.grad_accum_steps} x {train.microbatch_size}",
             "remat": train.remat + (f", full in {recomputed}" if recomputed else ""),
             "ZeRO": str(parallel.zero_stage),
@@ -86,6 +87,26 @@ def search_table(estimates: Sequence[Estimate]) -> Table:
         }
         table.add_row(*(cells[name] for name in _COLUMNS))
     return table
+
+
+def _mesh(config: Config) -> str:
+    parallel = config.parallel
+    how = " sp" * parallel.sequence_parallel + " halves" * parallel.overlap_halves
+    return parallel.mesh + how
+
+
+def explain_winner(fastest: Estimate, second: Estimate) -> str:
+    """Return what the fastest gains over the second, and by which parts of the step."""
+    name, gain = f"{_mesh(second.plan.config)} {second.label}", second.seconds / fastest.seconds - 1
+    if gain < _CLEAR:
+        return f"as fast as {name}"
+    own, other = map(time_parts, (fastest, second))
+    less = {part: (other[part] - own[part]) / second.seconds for part in own}
+    won, lost = max(less, key=lambda part: less[part]), min(less, key=lambda part: less[part])
+    because = f"{won} takes {less[won]:.1%} of its step less"
+    if less[lost] < -_CLEAR:
+        because += f", {lost} {-less[lost]:.1%} more"
+    return f"{gain:.1%} faster than {name}: {because}"
 
 
 def search_as_json(estimates: Sequence[Estimate], result: SearchResult) -> dict[str, Any]:

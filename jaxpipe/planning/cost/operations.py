@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from jaxpipe.core.split.jaxpr import JOIN
 from jaxpipe.model.kernels import cudnn, grouped_fp8
 from jaxpipe.planning.cost.kernels import Attention, Operations, Product
 
@@ -101,7 +102,8 @@ def _count_kernels(
     named = lambda value: same.get(value, value)  # noqa: E731
     wanted = {named(value) for value in results}
     sums = wanted if adds else set()
-    wanted = wanted | {named(value) for step in steps if step.is_kernel for value in step.reads}
+    stored = (step for step in steps if step.is_kernel or step.name == JOIN)
+    wanted = wanted | {named(value) for step in stored for value in step.reads}
     sources: dict[Value, frozenset[Value]] = {}
     fused: dict[frozenset[Value], int] = {}  # bytes that the kernel with these operands moves
     for step in steps:
@@ -109,7 +111,7 @@ def _count_kernels(
             added = sum(value.size for value in sums.intersection(step.makes))
             _count_kernel(step, added, found)
             continue
-        if step.name in _RENAMES:
+        if step.name in _RENAMES or step.name == JOIN:  # halves are written beside each other
             continue
         reads = frozenset().union(*(sources.get(named(v), {named(v)}) for v in step.reads))
         if any(read.size > _SMALL for read in reads):

@@ -143,6 +143,18 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Seconds to send `size` bytes to a neighbour, if `message` bytes take `transfer`."""
         return self.transfer * size / message
 
+    @property
+    def least_in_halves(self) -> "OpSeconds":
+        """Lower bounds of the seconds of the same layers in halves (`parallel.overlap_halves`).
+
+        Halves compute for at least as long. They wait for the part of their collectives that takes
+        longer than the compute of the same op, of which this counts collectives over tp alone.
+        """
+        tensor, layer = self.tensor, self.layer
+        longer = {op: max(0.0, getattr(tensor, op) - getattr(layer, op)) for op in "FBWR"}
+        tensor = msgspec.structs.replace(tensor, **longer)
+        return msgspec.structs.replace(self, tensor=tensor, exchange=NO_EXCHANGE)
+
     def costs(
         self, layers: tuple[int, ...], *, shared_by: int = 0, split: bool = True,
         pairs: bool = True, recomputes: bool = False,
