@@ -57,6 +57,16 @@ CASES = {
         "packed_qwen3_next", "zb_h1", (2, 1, 1), {"slices": 2, "remat": "selective"},
     ),
     "qwen3_next, exchanged heads": ("packed_qwen3_next", "zb_h1", (2, 2, 1), {"cp": 2, "heads": 2}),
+    "qwen3_next, shards": ("qwen3_next", "zb_h1", (1, 4, 2), {"cp": 4, "sequence": True}),
+    "qwen3_next, packed shards": ("packed_qwen3_next", "zb_h1", (2, 2, 2), {"cp": 2, "ep": 2}),
+    "qwen3_next, shards of slices": (  # of one token, where convolutions read two before it
+        "qwen3_next", "1f1b", (2, 4, 1), {"cp": 4, "slices": 2, "remat": "full"},
+    ),
+    "qwen3_next, all, shards": (
+        "packed_qwen3_next", "1f1b", (2, 2, 2),
+        {"cp": 2, "slices": 2, "remat": "selective", "sequence": True, "zero_stage": 3, "ep": 2,
+         "poison_bubbles": True},
+    ),
     "qwen3_next, all": (
         "packed_qwen3_next", "1f1b", (2, 2, 2),
         {"cp": 2, "heads": 2, "slices": 2, "remat": "full", "sequence": True, "zero_stage": 3,
@@ -85,6 +95,7 @@ FEW = [
     "llama4, packed, ring",
     "olmo2",
     "qwen3_next, exchanged heads",
+    "qwen3_next, packed shards",
     "gpt_oss, recomputed ahead",
     "deepseek, recomputed ahead",
 ]

@@ -12,6 +12,7 @@ from jaxpipe.planning.cost.costs import costs_of
 from jaxpipe.planning.cost.hardware import NO_EXCHANGE, LayerSeconds, sharing_of
 
 SMALL = Path(__file__).parents[1] / "data" / "small.toml"
+HYBRID = Path(__file__).parents[2] / "configs" / "quickstart_hybrid.toml"
 SHARED = ["parallel.pp=2", "parallel.dp=2", "parallel.cp=2", "train.seq_len=256"]
 
 
@@ -38,6 +39,20 @@ def test_compute_waits_for_all_that_nothing_hides(heads, slices):
     free = sharing_of(config, hosts_of_one(1e15, speed=1e-3))
     assert (free.F == 0) == (heads == 1)
     assert pytest.approx((layer.shared["F"] - layer.turned["F"]) / 0.85e15) == free.F
+
+
+def test_a_recurrence_sends_what_does_not_grow_with_the_sequence():
+    """The summary of a shard's state, and the inputs of three convolutions, to three others."""
+    alone = ["parallel.pp=1", "parallel.dp=4", "parallel.schedule=1f1b", "parallel.cp=4"]
+    for length in (128, 512):
+        config = load(HYBRID, [*alone, f"train.seq_len={length}"])
+        layer, model, rows = costs_of(config).kinds["linear_layer"], config.model, 4
+        key, value = model.delta_key_dim, model.delta_value_dim
+        keys, values = model.delta_widths
+        summary = model.delta_value_heads * key * (key + value)
+        inputs = (model.delta_taps - 1) * (2 * keys + values)
+        assert layer.shared["F"] == layer.shared["B"] == 3 * rows * 4 * (summary + inputs)
+        assert (layer.calls["shared"]["F"], layer.shared["W"]) == (4, 0)
 
 
 def test_nobody_waits_alone():

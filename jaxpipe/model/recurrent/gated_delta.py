@@ -2,8 +2,9 @@
 
 Shapes: B examples, L tokens, D model, T taps of a convolution, G key heads, H value heads, K and V
 the widths of a key and of a value. Where devices share a layer, G and H count this device's shard.
-With context parallelism L is this device's sequence shard, and the recurrence runs over all tokens
-for a share of the heads.
+With context parallelism L is this device's sequence shard. Where devices exchange heads the
+recurrence runs over all tokens for a share of the heads; otherwise over the shard, from the state
+that the shards before it leave.
 """
 
 import math
@@ -16,8 +17,9 @@ from flax import nnx
 from jaxpipe.model.attention.keys import Cache
 from jaxpipe.model.layers.parts import Init, LayerInputs, RMSNorm, broadcast_last
 from jaxpipe.model.options import LayerParts
-from jaxpipe.model.recurrent.chunks import Tokens, linear_recurrence
-from jaxpipe.model.recurrent.heads import convolve_heads, to_heads
+from jaxpipe.model.recurrent.chunks import Tokens
+from jaxpipe.model.recurrent.heads import convolve_heads, shares_of_heads, to_heads
+from jaxpipe.model.recurrent.shards import recurrence_of_shards
 
 
 class Sizes(Protocol):
@@ -96,7 +98,7 @@ class GatedDeltaNetwork(nnx.Module):
         """Run convolutions and recurrence over a slice's tokens, `[B, L, H, V]`; with its state."""
         config, sequence, documents = self.config, self.sequence, given.documents
         positions_BL = None if documents is None else sequence.gather_group(documents.positions)
-        shares = self.devices.size * sequence.size
+        shares = shares_of_heads(self.devices, sequence)
         state = given.cache.parts if given.cache else empty_state(config, products[0], shares)
         widths = config.delta_key_dim, config.delta_key_dim, config.delta_value_dim
         every_taps = self.conv_q[...], self.conv_k[...], self.conv_v[...]
@@ -114,7 +116,9 @@ class GatedDeltaNetwork(nnx.Module):
             *(to_heads(sequence, x, 1).reshape(by_key) for x in (decay_BLH, rate_BLH)),
             None if positions_BL is None else positions_BL == 0,
         )
-        mixed_BLGRV, recurrent = linear_recurrence(tokens, state[-1], config.delta_chunk)
+        mixed_BLGRV, recurrent = recurrence_of_shards(
+            sequence.after_exchange, tokens, state[-1], config.delta_chunk
+        )
         cache = given.cache and given.cache._replace(parts=(*after, recurrent))
         return sequence.to_tokens(mixed_BLGRV.reshape(v_BLHV.shape)), cache
 

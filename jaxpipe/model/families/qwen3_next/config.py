@@ -10,6 +10,7 @@ from jaxpipe.model.decoder_config import PositiveFloat
 from jaxpipe.model.families.llama.config import LlamaConfig, Share
 from jaxpipe.model.families.llama.presets import Preset, decoder_sizes
 from jaxpipe.model.family import Count, ModelFamily, Positive
+from jaxpipe.model.recurrent.case import unmet_by_recurrence
 from jaxpipe.model.variant import Variant
 
 LINEAR = "linear_"  # prefix of the kinds of layers that are gated delta networks
@@ -119,23 +120,13 @@ class Qwen3NextConfig(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_o
     def unmet_by_attention(self, case: AttentionCase, tp: int) -> Iterator[str]:
         """Yield a sentence for every reason why tokens cannot be mixed as the case asks.
 
-        `parallel.cp` above 1 needs `parallel.cp_method='ulysses'` in models with gated delta
-        networks, and `model.delta_key_heads` / `parallel.tp` that are a multiple of it.
+        `parallel.cp_method='ring'` excludes models with gated delta networks, and `'ulysses'` needs
+        `model.delta_key_heads` / `parallel.tp` that are a multiple of `parallel.cp`.
         """
         yield from super().unmet_by_attention(case, tp)
-        sequence, heads = case.sequence, self.delta_key_heads // tp
-        if sequence.size > 1 and sequence.heads != sequence.size:
-            yield (
-                f"a gated delta network reads the tokens of a sequence in order, but "
-                f"parallel.cp={sequence.size} devices have other tokens, or all, with this "
-                f"parallel.cp_method: set parallel.cp_method=ulysses."
-            )
-        elif heads % sequence.size:
-            yield (
-                f"parallel.cp={sequence.size} devices exchange the {heads} key heads of a gated "
-                f"delta network (model.delta_key_heads={self.delta_key_heads}, parallel.tp={tp}), "
-                f"and each needs an equal share: lower parallel.cp."
-            )
+        yield from unmet_by_recurrence(
+            case, "a gated delta network", "model.delta_key_heads", self.delta_key_heads, tp
+        )
 
     def broken_rules(self, tp: int) -> Iterator[str]:
         """Yield a sentence for every rule that the sizes break, alone or with `parallel.tp`.

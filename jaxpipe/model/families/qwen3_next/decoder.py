@@ -12,6 +12,7 @@ from jaxpipe.model.families.qwen3_next.config import Qwen3NextConfig, is_linear
 from jaxpipe.model.layers.parts import Init
 from jaxpipe.model.options import LayerParts
 from jaxpipe.model.recurrent.gated_delta import GatedDeltaNetwork, empty_state
+from jaxpipe.model.recurrent.heads import shares_of_heads
 
 Tree = Any
 
@@ -41,4 +42,4 @@ class HybridDecoder(LlamaDecoder):
         if not is_linear(kind):
             return super().state(x, rows, kind)
         sharing = self.sharing
-        return empty_state(self.config, x, sharing.devices.size * sharing.sequence.size)
+        return empty_state(self.config, x, shares_of_heads(sharing.devices, sharing.sequence))
