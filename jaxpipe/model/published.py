@@ -15,15 +15,15 @@ class HuggingFaceTensor(NamedTuple):
         each is as wide as ours is.
       groups: field of the model with the number of groups into which these parts are divided and in
         which they alternate, such as one per head; "": they follow one another undivided.
-      is_convolution: whether the tensor is `[X, 1, T]`, T taps of X channels, where ours is `[T,
-        X]`.
+      ones: dims of the tensor, of size 1, that ours lacks, such as the second of `[X, 1, T]`, T
+        taps of X channels. The other attributes hold without them.
     """
 
     name: str
     transposed: bool = False
     part: int = 0
     groups: str = ""
-    is_convolution: bool = False
+    ones: tuple[int, ...] = ()
 
 
 def fused(name: str, *paths: str) -> dict[str, HuggingFaceTensor]:

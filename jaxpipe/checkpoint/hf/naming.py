@@ -67,9 +67,12 @@ class NamedParameter:
         """Shape of each Hugging Face tensor."""
         *others, last = self.shape[1:] if self.is_stacked else self.shape
         last = sum(self.widths) or last
-        if self.hf_tensor.is_convolution:
-            return (last, 1, *others)
-        return (*others[:-1], last, others[-1]) if self.hf_tensor.transposed else (*others, last)
+        shape = *others, last
+        if self.hf_tensor.transposed:
+            shape = *others[:-1], last, others[-1]
+        for dim in self.hf_tensor.ones:
+            shape = *shape[:dim], 1, *shape[dim:]
+        return shape
 
     @property
     def has_experts(self) -> bool:
@@ -92,7 +95,7 @@ class NamedParameter:
         return stacked
 
     def _slice_tensor(self, tensor: np.ndarray) -> np.ndarray:
-        tensor = tensor[:, 0].T if self.hf_tensor.is_convolution else tensor
+        tensor = tensor.squeeze(self.hf_tensor.ones)
         fused = tensor.swapaxes(-1, -2) if self.hf_tensor.transposed else tensor
         if not self.widths:
             return fused
@@ -106,9 +109,8 @@ class NamedParameter:
 
         Of stacked parameters it is that of one index.
         """
-        if self.hf_tensor.is_convolution:
-            return parameter.T[:, None]
-        return parameter.T if self.hf_tensor.transposed else parameter
+        parameter = parameter.T if self.hf_tensor.transposed else parameter
+        return np.expand_dims(parameter, self.hf_tensor.ones)
 
     def join(self, parts: list[np.ndarray]) -> np.ndarray:
         """The parameters that share its tensor, in their order, as one."""

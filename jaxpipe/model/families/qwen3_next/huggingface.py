@@ -11,7 +11,7 @@ from jaxpipe.model.published import HuggingFaceTensor
 
 LINEAR = "linear_attention"  # an entry of `layer_types`
 _OF_DELTA = "linear_attn."
-_CONVOLUTION = HuggingFaceTensor(f"{_OF_DELTA}conv1d.weight", is_convolution=True)
+_CONVOLUTION = HuggingFaceTensor(f"{_OF_DELTA}conv1d.weight", transposed=True, ones=(1,))
 
 
 def grouped(name: str, groups: str, *paths: str) -> Names:
