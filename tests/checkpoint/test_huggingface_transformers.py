@@ -15,6 +15,7 @@ from jaxpipe.model.families.glm4 import Glm4Config
 from jaxpipe.model.families.glm4_moe import Glm4MoeConfig
 from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.families.gpt_oss.config import GptOssConfig
+from jaxpipe.model.families.kimi_linear.config import KimiLinearConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.minimax_m2 import MiniMaxM2Config
 from jaxpipe.model.families.olmo2 import Olmo2Config
@@ -96,6 +97,12 @@ MODELS = {
         q_lora_rank=20, o_groups=3, o_lora_rank=8, sliding_window=5, attention_first=("window",),
         csa_rate=2, hca_rate=4, index_n_heads=16, index_head_dim=10, index_topk=3, n_experts=6,
         experts_per_token=2, num_hash_layers=2, rope_factor=4.0, rope_original_positions=16,
+    ),
+    "kimi_linear": KimiLinearConfig(
+        n_layers=5, d_model=48, n_heads=6, d_ff=80, vocab_size=96, kv_lora_rank=20,
+        qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12, attention_every=3, delta_heads=2,
+        delta_head_dim=12, n_experts=8, experts_per_token=3, d_expert=24, shared_experts=2,
+        router_scale=2.5,
     ),
     "mixtral": LlamaConfig(**SIZES, head_dim=14, n_experts=6, experts_per_token=2, rope_theta=1e6),
 }  # fmt: skip

@@ -113,6 +113,7 @@ PARAMETERS = {
     "deepseek_v3.2": 671_026_404_352 + 61 * (1536 * 64 * 128 + 7168 * (128 + 64) + 2 * 128),
     "glm5": 743_911_199_232,
     "kimi_k2": 1_026_408_232_448 - 60 * 384,
+    "kimi_linear_48b_a3b": 49_122_675_072,  # without the biases of its routers, 26 * 256
     "deepseek_v4_flash": 284_332_230_231,  # without the layer that predicts a further token
     "gpt2": 124_439_808,
     "gpt2_medium": 354_823_168,
@@ -138,6 +139,7 @@ ACTIVE = {
     "deepseek_v3.2": 38_403_807_488,
     "glm5": 41_784_709_632,
     "kimi_k2": 32_861_477_888,
+    "kimi_linear_48b_a3b": 3_484_453_248,
     "deepseek_v4_flash": 13_799_622_231,
 }
 

@@ -54,6 +54,9 @@ MORE = {
     "delta_value_heads = 2\ndelta_key_dim = 8\n",
     "deepseek_v4": "head_dim = 8\nqk_rope_head_dim = 4\nq_lora_rank = 8\no_groups = 1\n"
     "o_lora_rank = 8\nn_experts = 2\nexperts_per_token = 2\nrope_original_positions = 8\n",
+    "kimi_linear": "kv_lora_rank = 8\nqk_nope_head_dim = 8\nqk_rope_head_dim = 4\nv_head_dim = 8\n"
+    "n_experts = 2\nexperts_per_token = 2\nattention_every = 2\ndelta_heads = 2\n"
+    "delta_head_dim = 8\n",
     "llama4": "n_kv_heads = 1\nn_experts = 2\nattention_chunk = 8\nnope_every = 2\n",
 }  # fmt: skip
 VALUES = ["-1", "0", "1000000000000", "1000000000000000000", "1e18", "1e-60", "1e60", "nan",

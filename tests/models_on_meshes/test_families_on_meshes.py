@@ -75,6 +75,24 @@ CASES = {
     "qwen3_next, recomputed ahead": (
         "packed_qwen3_next", "zb_h1", (2, 2, 1), {"ep": 2, "zero_stage": 3, "remat": "ahead"},
     ),
+    "kimi_linear": ("kimi_linear", "zb_h1", (2, 1, 2), {"sequence": True, "vocab_parallel": True}),
+    "kimi_linear, slices": ("kimi_linear", "zb_h1", (2, 1, 2), {"slices": 4, "remat": "full"}),
+    "kimi_linear, packed slices": (
+        "packed_kimi_linear", "zb_h1", (2, 1, 1), {"slices": 2, "remat": "selective"},
+    ),
+    "kimi_linear, all": (
+        "packed_kimi_linear", "1f1b", (2, 2, 2),
+        {"cp": 2, "heads": 2, "slices": 2, "remat": "full", "sequence": True, "zero_stage": 3,
+         "ep": 2, "poison_bubbles": True},
+    ),
+    "kimi_linear, packed shards": (
+        "packed_kimi_linear", "zb_h1", (2, 2, 2), {"cp": 2, "slices": 2, "remat": "full"},
+    ),
+    "kimi_linear, whole experts": (
+        "packed_kimi_linear", "dualpipev", (2, 2, 2),
+        {"ep": 2, "over_tp": True, "sequence": True, "zero_stage": 3,
+         "reshard_after_forward": True, "remat": "ahead"},
+    ),
     "gpt_oss, recomputed ahead": (
         "packed_gpt_oss",
         "1f1b",
@@ -96,6 +114,7 @@ FEW = [
     "olmo2",
     "qwen3_next, exchanged heads",
     "qwen3_next, packed shards",
+    "kimi_linear",
     "gpt_oss, recomputed ahead",
     "deepseek, recomputed ahead",
 ]

@@ -33,6 +33,7 @@ from jaxpipe.model.families.gemma3.config import Gemma3Config
 from jaxpipe.model.families.glm4 import Glm4Config
 from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.families.gpt_oss.config import GptOssConfig
+from jaxpipe.model.families.kimi_linear.config import KimiLinearConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama4.config import Llama4Config
 from jaxpipe.model.families.minimax_m2 import MiniMaxM2Config
@@ -66,6 +67,12 @@ LATENT = {
     "rope_mscale_all_dim": 1.0, "rope_original_positions": 16, "rope_theta": 100.0,
     "rope_beta_fast": 2.0, "rope_beta_slow": 0.5,
 }  # fmt: skip
+# Latent attention in the second and the last layer, and an MLP in the first.
+KIMI = SIZES | MIXTURE | {
+    "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "d_expert": 12, "router_bias": False, "attention_every": 2, "delta_heads": 4,
+    "delta_head_dim": 6, "delta_taps": 3, "delta_chunk": 2,
+}  # fmt: skip
 INDEXED = LATENT | {"index_topk": 3, "index_n_heads": 8, "index_head_dim": 6}
 MODELS = {
     "grouped": LlamaConfig(**SIZES, n_kv_heads=2),
@@ -90,6 +97,9 @@ MODELS = {
     "qwen3_next": Qwen3NextConfig(**HYBRID),
     "packed_qwen3_next": Qwen3NextConfig(**HYBRID),
     "packed_qwen3_next_deep": Qwen3NextConfig(**HYBRID | {"n_layers": 8}),
+    "kimi_linear": KimiLinearConfig(**KIMI),
+    "packed_kimi_linear": KimiLinearConfig(**KIMI),
+    "packed_kimi_linear_deep": KimiLinearConfig(**KIMI | {"n_layers": 8}),
     "glm4": Glm4Config(**SIZES, n_kv_heads=1, qkv_bias=True),
     "dropping": LlamaConfig(**SIZES, n_kv_heads=2, dropout=0.3, attention_dropout=0.2),
     "gpt2_dropping": GPT2Config(**SIZES, max_seq_len=11, dropout=0.2, attention_dropout=0.3),

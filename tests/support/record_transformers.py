@@ -82,7 +82,9 @@ _EXPERT_NAMES = {
         ),
         ("mlp", ("gate_proj", "up_proj", "down_proj")),
     ),
-    **dict.fromkeys(("mixtral", "minimax_m2"), ("block_sparse_moe", ("w1", "w3", "w2"))),
+    **dict.fromkeys(
+        ("mixtral", "minimax_m2", "kimi_linear"), ("block_sparse_moe", ("w1", "w3", "w2"))
+    ),
     "deepseek_v4": ("ffn", ("w1", "w3", "w2")),
 }
 # Names of DeepSeek-V4's own files, of which transformers renames these parts.
@@ -98,11 +100,16 @@ _DEEPSEEK_V4 = (
     ("gate_proj.weight", "wgate.weight"), ("shared_experts.up_proj", "shared_experts.w3"),
     ("shared_experts.down_proj", "shared_experts.w2"),
 )  # fmt: skip
+_KIMI_LINEAR = (
+    ("forget_gate.", ""),
+    *((f"block_sparse_moe.{one}_proj", f"mlp.{one}_proj") for one in ("gate", "up", "down")),
+)
+_RENAMED = {"deepseek_v4": _DEEPSEEK_V4, "kimi_linear": _KIMI_LINEAR}
 
 
 def _own_name(name, family):
     """Return a tensor's name in the files of a family whose parts transformers renames."""
-    for theirs, own in _DEEPSEEK_V4 if family == "deepseek_v4" else ():
+    for theirs, own in _RENAMED.get(family, ()):
         name = name.replace(theirs, own)
     return name
 
@@ -113,6 +120,10 @@ def published(tensors, family):
     found = {}
     for name, tensor in tensors.items():
         place, fused, kind = name.replace(".mlp.", f".{mlp}.").partition(".experts.")
+        if _has_convolutions(place, family):
+            names = (place.replace("conv1d", f"{one}_conv1d") for one in "qkv")
+            found |= dict(zip(names, np.split(tensor, 3)))
+            continue
         separate = gate and kind in ("gate_up_proj", "down_proj")
         for e, both in enumerate(tensor if separate else ()):
             names, parts = ((down,), (both,)) if kind == "down_proj" else ((gate, up), halves(both))
@@ -121,6 +132,11 @@ def published(tensors, family):
         if not separate:
             found[_own_name(place + fused + kind, family)] = tensor
     return found
+
+
+def _has_convolutions(name, family):
+    """Whether a tensor has the convolutions of queries, keys and values, which files separate."""
+    return family == "kimi_linear" and name.endswith(".conv1d.weight")
 
 
 def halves(both):
@@ -133,6 +149,8 @@ def of_model(named, params, family):
     for name in named:
         found = published({name: shapes[name]}, family)
         parts = [params[part] for part in found]
+        if _has_convolutions(name, family):
+            parts = [np.concatenate(parts)]
         if len(parts) > 1:  # gate and up of each expert, or down of each
             both = len(parts) // len(shapes[name])
             experts = (parts[i : i + both] for i in range(0, len(parts), both))

@@ -195,6 +195,17 @@ RELATIVES = {
             },
         },
     ),
+    "kimi_linear": (
+        "KimiLinear",
+        SIZES
+        | {
+            "num_key_value_heads": 4, "kv_lora_rank": 10, "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4, "v_head_dim": 5, "num_local_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 6, "pad_token_id": None,
+            "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_heads": 4,
+            "linear_head_dim": 6, "linear_conv_kernel_dim": 3,
+        },
+    ),
     "phi3": (
         "Phi3",
         SIZES | {"head_dim": 4, "rope_parameters": _PARTIAL, "sliding_window": 3,

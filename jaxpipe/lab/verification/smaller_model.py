@@ -16,7 +16,9 @@ _WIDTHS = {  # of DeepSeek's attention, in which all differ
     "v_head_dim": 5, "o_lora_rank": 10, "index_n_heads": 8, "index_head_dim": 7, "csa_rate": 2,
     "hca_rate": 4,
 }  # fmt: skip
-_DELTA = {"delta_key_dim": 6, "delta_value_dim": 5, "delta_taps": 4, "delta_chunk": 2}
+_DELTA = {
+    "delta_key_dim": 6, "delta_value_dim": 5, "delta_head_dim": 6, "delta_taps": 4, "delta_chunk": 2
+}  # fmt: skip
 
 
 def smaller_model(
@@ -68,7 +70,9 @@ def smaller_model(
         # In arrays of two values XLA on CPU computes Adam's powers, of float32, otherwise.
         keys = 4 * after.tp * after.cp
         shared = min(model.delta_value_heads // model.delta_key_heads, 2)
-        sizes |= {"delta_key_heads": keys, "delta_value_heads": keys * shared}
+        sizes |= {
+            "delta_heads": keys, "delta_key_heads": keys, "delta_value_heads": keys * shared
+        }  # fmt: skip
     sizes |= _experts(model, after, loops) if model.routed_experts else {}
     return replace(model, **{k: v for k, v in sizes.items() if k in model.__struct_fields__})
 

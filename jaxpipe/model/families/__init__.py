@@ -8,6 +8,7 @@ from jaxpipe.model.families.glm4 import GLM4
 from jaxpipe.model.families.glm4_moe import GLM4_MOE
 from jaxpipe.model.families.gpt2.presets import GPT2
 from jaxpipe.model.families.gpt_oss.config import GPT_OSS
+from jaxpipe.model.families.kimi_linear.config import KIMI_LINEAR
 from jaxpipe.model.families.llama.architectures import LLAMA
 from jaxpipe.model.families.llama4.config import LLAMA4
 from jaxpipe.model.families.minimax_m2 import MINIMAX_M2
@@ -22,7 +23,7 @@ FAMILIES = {
     family.name: family
     for family in (
         LLAMA, GEMMA3, GPT_OSS, LLAMA4, OLMO2, OLMO3, GLM4, PHI3, GLM4_MOE, MINIMAX_M2, SEED_OSS,
-        EXAONE4, QWEN3_NEXT, QWEN3_5, DEEPSEEK, DEEPSEEK_V4, GPT2,
+        EXAONE4, QWEN3_NEXT, QWEN3_5, DEEPSEEK, DEEPSEEK_V4, KIMI_LINEAR, GPT2,
     )
 }  # fmt: skip
 

@@ -1,10 +1,10 @@
 """A gated delta network as a layer's token mixer (Yang et al. 2024, arXiv 2412.06464).
 
 Shapes: B examples, L tokens, D model, T taps of a convolution, G key heads, H value heads, K and V
-the widths of a key and of a value. Where devices share a layer, G and H count this device's shard.
-With context parallelism L is this device's sequence shard. Where devices exchange heads the
-recurrence runs over all tokens for a share of the heads; otherwise over the shard, from the state
-that the shards before it leave.
+the widths of a key and of a value, X channels of all heads. Where devices share a layer, G and H
+count this device's shard. With context parallelism L is this device's sequence shard. Where devices
+exchange heads the recurrence runs over all tokens for a share of the heads; otherwise over the
+shard, from the state that the shards before it leave.
 """
 
 import math
@@ -52,11 +52,9 @@ class GatedDeltaNetwork(nnx.Module):
         self.wq = init("delta/wq", (d, keys), 0.02, columns)
         self.wk = init("delta/wk", (d, keys), 0.02, columns)
         self.wv = init("delta/wv", (d, values), 0.02, columns)
-        self.wz = init("delta/wz", (d, values), 0.02, columns)
         self.rate = init("delta/rate", (d, heads), 0.02, columns)
-        self.decay = init("delta/decay", (d, heads), 0.02, columns)
-        self.decay_bias = init("delta/decay_bias", (heads,), draw_decay_bias, parts.cut(0))
         self.log_decay = init("delta/log_decay", (heads,), draw_log_decay, parts.cut(0))
+        self.init_gates(config, parts, init)
         for name, width in ("conv_q", keys), ("conv_k", keys), ("conv_v", values):
             taps = init(f"delta/{name}", (config.delta_taps, width), draw_taps, columns)
             setattr(self, name, taps)
@@ -64,6 +62,13 @@ class GatedDeltaNetwork(nnx.Module):
         self.norm = RMSNorm("delta/norm", config.delta_value_dim, config.norm_eps, init, norm)
         self.wo = init("delta/wo", (values, d), out_std, parts.cut(0))
         self.config, self.devices, self.sequence = config, parts.devices, parts.sharing.sequence
+
+    def init_gates(self, config: Sizes, parts: LayerParts, init: Init) -> None:
+        """Create the parameters of the decay of states, and of the gate on the output."""
+        d, heads, columns = config.d_model, config.delta_value_heads, parts.cut(1)
+        self.wz = init("delta/wz", (d, heads * config.delta_value_dim), 0.02, columns)
+        self.decay = init("delta/decay", (d, heads), 0.02, columns)
+        self.decay_bias = init("delta/decay_bias", (heads,), draw_decay_bias, parts.cut(0))
 
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, given: LayerInputs
@@ -75,7 +80,7 @@ class GatedDeltaNetwork(nnx.Module):
             x_BLD, wq=self.wq[...], wk=self.wk[...], wv=self.wv[...], wz=self.wz[...]
         )
         rate_BLH, decay_BLH = self._gates(x_BLD)
-        mixed_BLHV, cache = self._mix((q_BLX, k_BLX, v_BLX), rate_BLH, decay_BLH, given)
+        mixed_BLHV, cache = self.mix((q_BLX, k_BLX, v_BLX), rate_BLH, decay_BLH, given)
         normed_BLHV = self.norm(mixed_BLHV).astype(wide)
         gate_BLHV = jax.nn.silu(z_BLX.astype(wide)).reshape(normed_BLHV.shape)
         gated_BLX = (normed_BLHV * gate_BLHV).astype(x_BLD.dtype).reshape(z_BLX.shape)
@@ -91,11 +96,19 @@ class GatedDeltaNetwork(nnx.Module):
         speed_BLH = jnp.exp(broadcast_last(self.log_decay[...], step_BLH))
         return jax.nn.sigmoid(rate_BLH), -speed_BLH * step_BLH
 
-    def _mix(
-        self, products: tuple[jax.Array, ...], rate_BLH: jax.Array, decay_BLH: jax.Array,
+    def mix(
+        self, products: tuple[jax.Array, ...], rate_BLH: jax.Array, decay_BLX: jax.Array,
         given: LayerInputs,
     ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
-        """Run convolutions and recurrence over a slice's tokens, `[B, L, H, V]`; with its state."""
+        """Run convolutions and recurrence over a slice's tokens, `[B, L, H, V]`; with its state.
+
+        Args:
+          products: queries, keys and values of all heads, `[B, L, X]` each.
+          rate_BLH: the rate of each token's correction.
+          decay_BLX: the logarithm of the decay before each token, `[B, L, H]`, or `[B, L, H K]`
+            where every channel of a key has its own.
+          given: the other arguments of the layer's call.
+        """
         config, sequence, documents = self.config, self.sequence, given.documents
         positions_BL = None if documents is None else sequence.gather_group(documents.positions)
         shares = shares_of_heads(self.devices, sequence)
@@ -108,12 +121,16 @@ class GatedDeltaNetwork(nnx.Module):
             mixed.append(x_BLHK)
             after.append(last)
         q_BLGK, k_BLGK, v_BLHV = mixed
-        by_key = *q_BLGK.shape[:3], -1  # value heads of a key head follow each other
+        # Value heads of a key head follow each other.
+        by_key = *q_BLGK.shape[:3], v_BLHV.shape[2] // q_BLGK.shape[2]
+        rates = decay_BLX.shape[-1] // rate_BLH.shape[-1]  # of decay, in a head
+        decays = (*by_key, rates) if rates > 1 else by_key
         tokens = Tokens(
             normalise(q_BLGK) * config.delta_key_dim**-0.5,
             normalise(k_BLGK),
             v_BLHV.reshape(*by_key, v_BLHV.shape[-1]),
-            *(to_heads(sequence, x, 1).reshape(by_key) for x in (decay_BLH, rate_BLH)),
+            to_heads(sequence, decay_BLX, rates).reshape(decays),
+            to_heads(sequence, rate_BLH, 1).reshape(by_key),
             None if positions_BL is None else positions_BL == 0,
         )
         mixed_BLGRV, recurrent = recurrence_of_shards(

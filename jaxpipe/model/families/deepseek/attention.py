@@ -85,8 +85,11 @@ class LatentAttention(nnx.Module):
         q_BLHK = self._heads(q_BLX, config.head_size)
         latent_BLR, key_BLP = jnp.split(latent_BLX, [config.kv_lora_rank], axis=-1)
         latent_BL1R = self.kv_norm(latent_BLR)[:, :, None]
-        key_BL1P = rotary(key_BLP[:, :, None], positions_BL, config)
-        return self._rotated_queries(q_BLHK, positions_BL), (latent_BL1R, key_BL1P), query_BLR
+        key_BL1P = key_BLP[:, :, None]
+        if config.has_positions:
+            key_BL1P = rotary(key_BL1P, positions_BL, config)
+            q_BLHK = self._rotated_queries(q_BLHK, positions_BL)
+        return q_BLHK, (latent_BL1R, key_BL1P), query_BLR
 
     def output(self, mixed_BLHV: jax.Array, dot: Dot) -> jax.Array:
         """What attention adds to the stream, `[B, L, D]`."""

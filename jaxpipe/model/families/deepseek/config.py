@@ -119,9 +119,13 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
     def _parameters(self, experts: int) -> int:
         """Number of parameters, counting `experts` routed experts per sparse layer."""
         embed_head = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
-        matrices = self.blocks * self._attention_matrices() + self.mlp_parameters(experts)
+        matrices = self._mixer_matrices() + self.mlp_parameters(experts)
         merges = self.mtp_depth * 2 * self.d_model**2
         return matrices + merges + embed_head + self._vectors()
+
+    def _mixer_matrices(self) -> int:
+        """Number of parameters of the matrices that mix tokens, in all layers."""
+        return self.blocks * self._attention_matrices()
 
     def _attention_matrices(self) -> int:
         """Number of parameters of the matrices of a layer's attention."""

@@ -59,11 +59,6 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
         return int(self.head_size * self.rotary_share)
 
     @property
-    def has_positions(self) -> bool:
-        """Whether the layers of a configuration from `of_kind` rotate queries and keys."""
-        return True
-
-    @property
     def key_heads(self) -> int:
         """Number of key/value heads."""
         return self.n_kv_heads

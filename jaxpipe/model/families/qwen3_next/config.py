@@ -21,6 +21,15 @@ def is_linear(kind: str) -> bool:
     return kind.startswith(LINEAR)
 
 
+def broken_by_chunk(tokens: int) -> Iterator[str]:
+    """Yield a sentence if `model.delta_chunk` is no power of two."""
+    if tokens & (tokens - 1):
+        yield (
+            f"model.delta_chunk={tokens} must be a power of two: the tokens of a chunk are halved "
+            f"again and again; set model.delta_chunk=64."
+        )
+
+
 class Qwen3NextConfig(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[model]`: a Qwen3-Next, by preset or by size; most layers have a gated delta network."""
 
@@ -151,11 +160,7 @@ class Qwen3NextConfig(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_o
                 f"model.delta_key_heads={self.delta_key_heads}: value heads share a key head in "
                 f"equal groups; change one."
             )
-        if self.delta_chunk & (self.delta_chunk - 1):
-            yield (
-                f"model.delta_chunk={self.delta_chunk} must be a power of two: the tokens of a "
-                f"chunk are halved again and again; set model.delta_chunk=64."
-            )
+        yield from broken_by_chunk(self.delta_chunk)
         if self.sliding_window:
             yield (
                 f"model.sliding_window={self.sliding_window}: attention has no window in models of "

@@ -17,8 +17,23 @@ from jaxpipe.model.recurrent.heads import shares_of_heads
 Tree = Any
 
 
+class HybridStates(LlamaDecoder):
+    """The states of a decoder whose `linear_` layers have a `GatedDeltaNetwork`."""
+
+    def is_recurrent(self, kind: str) -> bool:
+        """Whether the state of layers of a kind is that of a gated delta network."""
+        return is_linear(kind)
+
+    def state(self, x: jax.Array, rows: Tree, kind: str = "layer") -> Tree:
+        """Empty state before the first slice of a sequence: keys and values, or a recurrence's."""
+        if not is_linear(kind):
+            return super().state(x, rows, kind)
+        sharing = self.sharing
+        return empty_state(self.config, x, shares_of_heads(sharing.devices, sharing.sequence))
+
+
 @dataclass(frozen=True)
-class HybridDecoder(LlamaDecoder):
+class HybridDecoder(HybridStates):
     """A Llama-style decoder whose `linear_` layers have a `GatedDeltaNetwork`."""
 
     config: Qwen3NextConfig
@@ -32,14 +47,3 @@ class HybridDecoder(LlamaDecoder):
         """Build a layer of a kind as a module."""
         mixer = GatedDeltaNetwork if is_linear(kind) else LlamaAttention
         return LlamaLayer(kind, self.config, parts, init, mixer)
-
-    def is_recurrent(self, kind: str) -> bool:
-        """Whether the state of layers of a kind is that of a gated delta network."""
-        return is_linear(kind)
-
-    def state(self, x: jax.Array, rows: Tree, kind: str = "layer") -> Tree:
-        """Empty state before the first slice of a sequence: keys and values, or a recurrence's."""
-        if not is_linear(kind):
-            return super().state(x, rows, kind)
-        sharing = self.sharing
-        return empty_state(self.config, x, shares_of_heads(sharing.devices, sharing.sequence))

@@ -58,6 +58,11 @@ class RotaryConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_on
         return self
 
     @property
+    def has_positions(self) -> bool:
+        """Whether the layers of a configuration from `of_kind` rotate queries and keys."""
+        return True
+
+    @property
     def rotary_size(self) -> int:
         """Number of a head's dims that rotate."""
         return self.head_size

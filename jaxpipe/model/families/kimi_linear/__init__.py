@@ -1,0 +1,1 @@
+"""Kimi Linear: Kimi delta attention, latent attention without positions, and experts."""
