@@ -120,6 +120,10 @@ QWEN3_5 = ModelFamily(
         "qwen3_5_35b_a3b": decoder_sizes(40, 2048, 16, 2, 512)
         | _BOTH
         | {"n_experts": 256, "experts_per_token": 8, "d_expert": 512, "shared_experts": 1},
+        "qwen3_5_397b_a17b": decoder_sizes(60, 4096, 32, 2, 1024)
+        | _BOTH
+        | {"n_experts": 512, "experts_per_token": 10, "d_expert": 1024, "shared_experts": 1}
+        | {"delta_value_heads": 64},
     },
     model=QWEN3_NEXT.model,
     huggingface=__name__,
