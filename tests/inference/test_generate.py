@@ -29,6 +29,8 @@ from jaxpipe.inference.saved_model import SavedModel  # noqa: E402
 from jaxpipe.inference.settings import inference_config  # noqa: E402
 from jaxpipe.inference.text import chat_prompt  # noqa: E402
 
+BYTES = ("--prompt", "def ", "--max-tokens", "12", "--tokenizer", "bytes")
+
 
 def generator(directory, *overrides, sampling=GREEDY):
     saved = SavedModel.open(directory)
@@ -99,7 +101,7 @@ def assert_same(found, want):
 @pytest.mark.slow
 def test_two_processes_write_what_one_does(tmp_path, capsys):
     saved_run(tmp_path / "run", "data.source=stdlib", "optimizer.lr=0.1", steps=6)
-    words = [str(tmp_path / "run"), "--prompt", "def ", "--max-tokens", "12"]
+    words = [str(tmp_path / "run"), *BYTES]
     assert main(words) == 0
     text = capsys.readouterr().out.strip()
     command = [sys.executable, "-m", "jaxpipe.generate", *words, "runtime.cpu_devices=1"]
@@ -136,7 +138,7 @@ def test_draws_have_the_probabilities_of_the_logits_and_depend_on_the_seed():
 def test_a_run_speaks_and_its_export_says_the_same(tmp_path, capsys):
     """Bytes; any eos of a list ends the text, and what transformers generates is the same."""
     saved_run(tmp_path / "run", "data.source=stdlib", "optimizer.lr=0.1", steps=8)
-    words = [str(tmp_path / "run"), "--prompt", "def ", "--max-tokens", "12"]
+    words = [str(tmp_path / "run"), *BYTES]
     assert main(words) == 0
     text = capsys.readouterr().out
     assert text.startswith("def ")
@@ -152,7 +154,7 @@ def test_a_run_speaks_and_its_export_says_the_same(tmp_path, capsys):
     stop = made[3]
     (out / "generation_config.json").write_text(json.dumps({"eos_token_id": [255, stop]}))
     capsys.readouterr()
-    assert main([str(out), *words[1:], "--tokenizer", "bytes"]) == 0
+    assert main([str(out), *words[1:]]) == 0
     first = made.index(stop)
     expected = bytes([*b"def ", *made[:first]]).decode(errors="replace")
     assert capsys.readouterr().out == expected + "\n"

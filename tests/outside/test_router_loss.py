@@ -41,7 +41,8 @@ def balance_loss(model, logits_SLE):
         shares_BLE = jax.nn.softmax(logits_LE)[None]
         choice_BLK = jax.lax.top_k(shares_BLE, model.experts_per_token)[1]
         routes = Routes(choice_BLK, choice_BLK, logits_LE[None], shares_BLE)
-        total += balance.aux_outputs(routes, jnp.int32(0), jnp.int32(layer)).loss / len(logits_LE)
+        aux = balance.aux_outputs(routes, jnp.int32(0), jnp.int32(layer))
+        total += sum(aux.loss_sums.values()) / len(logits_LE)
     return total
 
 

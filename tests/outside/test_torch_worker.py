@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxpipe import bench
 from jaxpipe import config as configs
 from jaxpipe.lab.bench import worker
 from jaxpipe.lab.bench.variants import single_config
@@ -18,7 +17,7 @@ SMALL = Path(__file__).parents[1] / "data" / "small.toml"
 
 @pytest.mark.parametrize("unroll", [1, 8])
 def test_losses_are_those_of_one_device(tmp_path, monkeypatch, unroll):
-    monkeypatch.setattr(sys, "path", [str(Path(bench.__file__).parent), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(Path(worker.__file__).parent), *sys.path])
     from torch_worker import TorchWorker
 
     plain = ["optimizer.clip_norm=0", "optimizer.warmup_steps=0", "model.n_layers=8"]
