@@ -6,7 +6,7 @@ schedules read both.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import partial
 from types import MappingProxyType
@@ -123,6 +123,7 @@ class ScheduleFamily:
         where there are that many microbatches.
       is_searched: whether the order comes from a search for given costs of the ops; the builder
         then takes a `target` (`Target`).
+      splits: whether some gradient is B and W, and not BW; of a file it is not known.
       may_underfill: whether fewer microbatches than ranks are acceptable, or the builder has a
         larger least number.
       variants: `(name, sizes) -> variants` that a plan tries.
@@ -136,6 +137,7 @@ class ScheduleFamily:
     placement: str = "loop"
     needs_equal_rounds: bool = False
     is_searched: bool = False
+    splits: bool = False
     may_underfill: bool = False
     variants: Callable[[str, VariantSizes], Iterable[ScheduleVariant]] = _default_only
     elsewhere: tuple[str, ...] = ()
@@ -144,9 +146,19 @@ class ScheduleFamily:
         """Return whether `build` takes an option for it, such as `slices` or `virtual_stages`."""
         return option in self.options or (self.is_searched and option in _OF_SEARCH)
 
-    def place_stages(self, pp: int) -> Placement:
-        """Return the placement of a searched schedule's stages."""
-        return Placement.v_shape(pp) if self.placement == "v" else Placement.loop(pp)
+    def place_stages(self, pp: int, virtual_stages: int = 0, microbatches: int = 2) -> Placement:
+        """Return the placement of a schedule's stages, which no order decides, but one in a file.
+
+        Args:
+          pp: number of pipeline ranks.
+          virtual_stages: stages of a rank; 0: the default.
+          microbatches: of a step, of which half enter at the last rank if "both ways".
+        """
+        if self.placement == "v":
+            return Placement.v_shape(pp)
+        if self.placement == "both ways":
+            return replace(Placement.loop(pp), mirrored_from=-(-microbatches // 2))
+        return Placement.loop(pp, virtual_stages or self.stages)
 
     @property
     def stages(self) -> int:
@@ -173,30 +185,33 @@ FAMILIES = {
             elsewhere=("loopedbfs", "breadthfirst")),
         ScheduleFamily("zb_h1", ORDERS["zb_h1"],
             "B and W apart, W fills the drain: a third of 1F1B's bubble",
-            _SLICES, elsewhere=("zerobubble", "zb1p", "zb")),
+            _SLICES, splits=True, elsewhere=("zerobubble", "zb1p", "zb")),
         ScheduleFamily("zb_h2", ORDERS["zb_h2"], "B and W apart, no bubble for twice 1F1B's memory",
-            _SLICES, elsewhere=("zb2p",)),
+            _SLICES, splits=True, elsewhere=("zb2p",)),
         ScheduleFamily("zb_auto", zb_auto,
             "searched for the costs of the ops within a memory limit",
-            is_searched=True, variants=_with_memory_limits),
+            is_searched=True, splits=True, variants=_with_memory_limits),
         ScheduleFamily("interleaved_zb", ORDERS["interleaved_zb"], "zb_h1 over v stages a rank",
-            _stages(2), needs_equal_rounds=True, variants=_with_virtual_stages,
+            _stages(2), splits=True, needs_equal_rounds=True, variants=_with_virtual_stages,
             elsewhere=("interleavedzerobubble",)),
         ScheduleFamily("zbv", partial(search_v_shape, "zbv"),
             "searched on the V: no bubble at 1F1B's memory", placement="v", is_searched=True,
-            elsewhere=("zbvzerobubble", "zerobubblev")),
+            splits=True, elsewhere=("zbvzerobubble", "zerobubblev")),
         ScheduleFamily("v_half", partial(search_v_shape, "v_half"),
-            "searched on the V: half of 1F1B's memory", placement="v", is_searched=True),
+            "searched on the V: half of 1F1B's memory", placement="v", is_searched=True,
+            splits=True),
         ScheduleFamily("v_min", partial(search_v_shape, "v_min"),
-            "searched on the V: a third of 1F1B's memory", placement="v", is_searched=True),
+            "searched on the V: a third of 1F1B's memory", placement="v", is_searched=True,
+            splits=True),
         ScheduleFamily("1f1b_v", ORDERS["1f1b_v"],
             "1F1B on the V: two thirds of its memory, nothing split", placement="v"),
         ScheduleFamily("dualpipe", ORDERS["dualpipe"],
             "microbatches from both ends, F beside BW: two copies of the parameters",
-            placement="both ways", may_underfill=True, variants=_with_limit_of_same_memory),
+            placement="both ways", splits=True, may_underfill=True,
+            variants=_with_limit_of_same_memory),
         ScheduleFamily("dualpipev", ORDERS["dualpipev"],
             "DualPipe folded into a V: one copy of the parameters",
-            placement="v", may_underfill=True, variants=_with_limit_of_same_memory),
+            placement="v", splits=True, may_underfill=True, variants=_with_limit_of_same_memory),
         ScheduleFamily("custom", build_custom, "the orders in a file",
             {"path": None} | _SLICES, placement="file", may_underfill=True, variants=_no_variants,
             elsewhere=("pipelineschedulemulti", "pipelineschedulesingle")),

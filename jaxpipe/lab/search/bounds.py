@@ -4,10 +4,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from jaxpipe.config import Config
 from jaxpipe.core.schedule import Costs, Op, Placement, Schedule
 from jaxpipe.core.schedule.simulate import peak_live
 from jaxpipe.planning.cost.costs import LayerCosts, costs_of, ring_costs
+from jaxpipe.planning.cost.seconds import OpSeconds, Recomputation
 
 if TYPE_CHECKING:
     from jaxpipe.core.mesh import StageLayout
@@ -21,28 +24,24 @@ class ScheduleFacts:
       placement: the pipeline rank of every stage.
       forwards: microbatches x slices.
       is_split: whether some gradient is B and W, and not BW.
-      live: by pipeline rank, the most (microbatch, stage) pairs that wait for B and for W at once.
+      live: by pipeline rank, the most (microbatch, stage) pairs that wait for B and for W at once,
+        or fewer.
     """
 
     placement: Placement
     forwards: int
     is_split: bool
-    live: tuple[tuple[int, int], ...]
+    live: tuple[tuple[int, int], ...] = ((1, 1),)
 
     @classmethod
     def of_schedule(cls, schedule: Schedule, *, in_order: bool) -> "ScheduleFacts":
         """The facts of a schedule; `in_order`: whether ranks keep its order (`Lockstep`)."""
-        live = [(1, 1)] * schedule.pp
+        live = [(1, 1)]
         if in_order:
             for_b, for_w = (peak_live(schedule, (op, Op.BW)) for op in (Op.B, Op.W))
             live = list(zip(for_b, for_w))
         is_split = any(action.op is Op.B for _, action in schedule.actions())
         return cls(schedule.placement, schedule.microbatches, is_split, tuple(live))
-
-    @classmethod
-    def of_search(cls, placement: Placement, forwards: int) -> "ScheduleFacts":
-        """What is known of a schedule before it is searched."""
-        return cls(placement, forwards, True, ((1, 1),) * placement.pp)
 
 
 def least_seconds(facts: ScheduleFacts, costs: Costs) -> float:
@@ -76,6 +75,15 @@ def least_seconds(facts: ScheduleFacts, costs: Costs) -> float:
         ends = sum(forward[: min(stages)]) + (0 if facts.is_split else sum(backward[: min(stages)]))
         least = max(least, ends + forwards * sum(work[stage] for stage in stages))
     return least
+
+
+def with_least_recomputation(seconds: OpSeconds, layers: int) -> OpSeconds:
+    """Return seconds of ops that no number of recomputed layers (`train.remat_layers`) is below.
+
+    Ops of recomputed layers take other times, and what an op takes less, all `layers` take less.
+    """
+    least = (min(getattr(seconds.again, op), 0.0) for op in ("F", "B", "W", "BW"))
+    return structs.replace(seconds, again=Recomputation(layers, *least))
 
 
 def least_residuals(config: Config, facts: ScheduleFacts, layout: "StageLayout") -> int:

@@ -1,15 +1,24 @@
 """The fastest configurations within the memory of a device: branch and bound over a space."""
 
 import bisect
-from collections.abc import Iterator
+import heapq
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, count
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from jaxpipe.config import Config
 from jaxpipe.core.schedule import Placement, Schedule, ScheduleError
-from jaxpipe.lab.search.bounds import LeastLayout, ScheduleFacts, least_residuals, least_seconds
+from jaxpipe.lab.search.bounds import (
+    LeastLayout,
+    ScheduleFacts,
+    least_residuals,
+    least_seconds,
+    with_least_recomputation,
+)
 from jaxpipe.lab.search.space import SearchSpace
 from jaxpipe.planning.cost.estimate import (
     Estimate,
@@ -29,8 +38,14 @@ from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.planning.rules.sizes import resolve_sizes
 from jaxpipe.schedules import find_family
 
-# bytes and seconds of every way to store the state, by microbatch size, placement and layers
-_States = dict[tuple[int, Placement, tuple[int, ...]], list[tuple[int, float]]]
+if TYPE_CHECKING:
+    from jaxpipe.core.mesh import StageLayout
+
+# Position in the space: of a mesh, a shape of it, a schedule on it.
+_Number = tuple[int, ...]
+_OF_SHAPE = 2  # length of the number of a shape
+_Bounded = tuple[float, _Number, Config]  # seconds at least
+_ByGathers = dict[bool, OpSeconds]  # by whether every action gathers its layers
 _ROUNDING = 1 - 1e-9  # of sums in another order
 
 
@@ -45,14 +60,14 @@ class Found:
       seconds: of a step, to nine digits: sums in another order are equal.
       offloaded: layers of a stage whose residuals are on the host, and 1 more for moments.
       bytes: of a device.
-      number: position in the space, which decides between equals.
+      number: position in the space (mesh, shape, schedule), which decides between equals.
       plan: with the seconds of ops by which it was simulated.
     """
 
     seconds: float
     offloaded: int
     bytes: int
-    number: int
+    number: _Number
     plan: RunPlan
 
     @property
@@ -72,12 +87,14 @@ class SearchResult:
 
     Attributes:
       best: the fastest of every schedule on every mesh, the fastest first.
-      candidates: configurations of the space whose time was bounded.
-      simulated: those whose schedule was simulated.
+      shapes: meshes with a microbatch size and remat, whose time was bounded.
+      candidates: schedules on shapes whose time was bounded.
+      simulated: those that were simulated.
       least: the smallest memory that anything was found to need, and its configuration.
     """
 
     best: list[Found]
+    shapes: int = 0
     candidates: int = 0
     simulated: int = 0
     least: tuple[float, Config] | None = None
@@ -124,17 +141,26 @@ class LayoutSearch:
     def run(self) -> SearchResult:
         """Return the fastest configurations, equal to those of `every`, without simulating all.
 
-        Candidates are simulated in the order of their lower bounds (`bounds.least_seconds`, with
-        the shortest update), until that of the next exceeds the time of the last result. Those that
-        need too much memory by `bounds.least_residuals` are left out.
+        Best first: of shapes whose layers are traced, and of schedules on shapes, the one with the
+        lowest bound is next (`bounds.least_seconds`, of a schedule with the shortest update). A
+        shape is replaced by its schedules, and a schedule is built and simulated, until the lowest
+        bound exceeds the time of the last result. What needs too much memory by
+        `bounds.least_residuals` is left out.
         """
         result = SearchResult([])
-        for bound, number, scheduled in sorted(self._bounded(result), key=lambda one: one[:2]):
+        opened = list(self._bounded_shapes(result))
+        heapq.heapify(opened)
+        while opened:
+            bound, number, config = heapq.heappop(opened)
             if len(result.best) == self.keep and bound > result.best[-1].seconds:
                 break
-            result.simulated += 1
-            if (fastest := self._fastest(scheduled, number, result)) is not None:
-                result.add(fastest, self.keep)
+            if len(number) == _OF_SHAPE:
+                for one in self._bounded_schedules(config, number, result):
+                    heapq.heappush(opened, one)
+            elif self._may_run(config):
+                result.simulated += 1
+                if (fastest := self._fastest(config, number, result)) is not None:
+                    result.add(fastest, self.keep)
             self._progress(lambda: _done(result))
         return result
 
@@ -155,29 +181,89 @@ class LayoutSearch:
     def every(self) -> Iterator[Found]:
         """Yield the fastest of every schedule on every shape, without any bound (slow)."""
         result = SearchResult([])
-        schedules = (
-            scheduled
-            for mesh in self.space.meshes()
-            for shape in self.space.shapes(mesh)
-            for scheduled in self.space.schedules(shape)
-        )
-        for number, scheduled in enumerate(schedules):
-            if (fastest := self._fastest(scheduled, number, result)) is not None:
-                yield fastest
+        for of_mesh, mesh in enumerate(self.space.meshes()):
+            for of_shape, shape in enumerate(self.space.shapes(mesh)):
+                for last, scheduled in enumerate(self.space.schedules(shape)):
+                    number = of_mesh, of_shape, last
+                    if (fastest := self._fastest(scheduled, number, result)) is not None:
+                        yield fastest
 
-    def _bounded(self, result: SearchResult) -> Iterator[tuple[float, int, Config]]:
-        """Yield candidates that may fit, with a lower bound on their seconds and their number.
+    def _bounded_shapes(self, result: SearchResult) -> Iterator[_Bounded]:
+        """Yield the shapes that some schedule has, with lower bounds on their seconds."""
+        for of_mesh, mesh in enumerate(self.space.meshes()):
+            for of_shape, shape in enumerate(self.space.shapes(mesh)):
+                result.shapes += 1
+                self._progress(lambda: f"search: bounds of {result.shapes:,} shapes")
+                bound = self._least_seconds_of_shape(shape)
+                if bound is not None:
+                    yield bound, (of_mesh, of_shape), shape
 
-        The state of a mesh is least with the smallest microbatches, and no remat changes it: where
-        that does not fit, no other shape of the mesh does.
+    def _least_seconds_of_shape(self, shape: Config) -> float | None:
+        """A lower bound on the seconds of a shape under any schedule; None: it has none.
+
+        Copies with the host add to them, and so does sharing of embedding and head.
         """
-        numbers = count()
-        for mesh in self.space.meshes():
-            states: _States = {}
-            for shape in self.space.shapes(mesh):
-                if not self._may_fit(shape, result):
-                    break
-                yield from self._bounded_schedules(shape, states, result, numbers)
+        layers, parallel = shape.model.pipeline_layers, shape.parallel
+        recomputed = layers * any(self.space.recomputed(shape, layers))
+        train = structs.replace(shape.train, offload_layers=0, remat_layers=recomputed)
+        parallel = structs.replace(parallel, vocab_parallel_pp=False)
+        alone = structs.replace(shape, parallel=parallel, train=train)
+        seconds = {
+            reshards: with_least_recomputation(each, layers)
+            for reshards, each in self._least_seconds_of(alone).items()
+        }
+        bounds = {}
+        for scheduled in self.space.orders(shape):
+            try:
+                facts, layers = self._arranged(scheduled)
+            except ScheduleError as error:
+                self.space.refusals[str(error)] = None
+                continue
+            key = facts.placement, facts.is_split, layers
+            if key not in bounds or scheduled.parallel.memory_limit:
+                layout = layout_of(scheduled, facts.placement, layers)
+                updates = self._updates(scheduled, layout, seconds)
+                bounds[key] = self._least_step(scheduled, facts, layers, seconds, updates)
+        return min(bounds.values(), default=None)
+
+    def _updates(
+        self, scheduled: Config, layout: "StageLayout", seconds: _ByGathers
+    ) -> Iterator[tuple[Config, float]]:
+        """Yield every way to store the state, with the seconds of its update."""
+        for one in self.space.storages(scheduled):
+            yield one, update_seconds(one, layout, seconds[one.parallel.reshards])
+
+    def _arranged(self, scheduled: Config) -> tuple[ScheduleFacts, tuple[int, ...]]:
+        """What is known of a schedule before it is built, and the layers of its stages."""
+        parallel, family = scheduled.parallel, find_family(scheduled.parallel.schedule)
+        forwards = scheduled.scheduled_microbatches
+        if family.placement == "file":
+            facts = self._facts_of(scheduled)
+        else:
+            placement = family.place_stages(parallel.pp, parallel.virtual_stages, forwards)
+            facts = ScheduleFacts(placement, forwards, family.splits)
+        return facts, layers_of(scheduled, facts.placement, self._devices)
+
+    def _least_step(
+        self, scheduled: Config, facts: ScheduleFacts, layers: tuple[int, ...],
+        seconds: _ByGathers, updates: Iterable[tuple[Config, float]],
+    ) -> float:  # fmt: skip
+        """A lower bound on the seconds of a step with one of these ways to store the state."""
+        parallel = scheduled.parallel
+        if parallel.layer_split == "balanced" and parallel.memory_limit:
+            return 0.0  # the limit may ask for other layers
+        least: dict[bool, float] = {}
+        for one, update in updates:
+            gathers = one.parallel.reshards
+            least[gathers] = min(update, least.get(gathers, math.inf))
+        steps = []
+        for gathers, update in least.items():
+            costs = seconds[gathers].costs(
+                layers, shared_by=parallel.vocab_shared_by, split=facts.is_split,
+                recomputes=scheduled.train.remat == "ahead",
+            )  # fmt: skip
+            steps.append(least_seconds(facts, costs) + update)
+        return min(steps) * _ROUNDING
 
     def _may_fit(self, shape: Config, result: SearchResult) -> bool:
         layout, sizes = LeastLayout.of(shape), []
@@ -187,69 +273,73 @@ class LayoutSearch:
         return min(sizes) <= self.usable
 
     def _bounded_schedules(
-        self, shape: Config, states: _States, result: SearchResult, numbers: Iterator[int]
-    ) -> Iterator[tuple[float, int, Config]]:
-        timed: dict[tuple[int, int], OpSeconds] = {}
-        for scheduled in self.space.schedules(shape):
-            number, train = next(numbers), scheduled.train
-            some = train.offload_layers, train.remat_layers
+        self, shape: Config, number: _Number, result: SearchResult
+    ) -> Iterator[_Bounded]:
+        """Yield the schedules of a shape that may fit, with lower bounds on their seconds."""
+        if not self._may_fit(shape, result):
+            return
+        timed: dict[tuple[int, int], _ByGathers] = {}
+        # Every way to store the state, with its bytes, and the seconds of its update.
+        states: dict[tuple[Placement, tuple[int, ...]], list[tuple[int, Config, float]]] = {}
+        for last, scheduled in enumerate(self.space.schedules(shape)):
             result.candidates += 1
-            self._progress(lambda: f"search: bounds of {result.candidates:,} candidates")
+            some = scheduled.train.offload_layers, scheduled.train.remat_layers
             try:
-                facts = self._facts_of(scheduled)
-                layers = layers_of(scheduled, facts.placement, self._devices)
-            except ScheduleError as error:
-                self.space.refusals[str(error)] = None
+                facts, layers = self._arranged(scheduled)
+            except ScheduleError:  # the bound of the shape has noted it
                 continue
             if some not in timed:
                 timed[some] = self._least_seconds_of(scheduled)
-            seconds, layout = timed[some], layout_of(scheduled, facts.placement, layers)
-            key = shape.train.microbatch_size, facts.placement, layers
+            key = facts.placement, layers
+            layout = layout_of(scheduled, facts.placement, layers)
             if key not in states:
                 states[key] = [
-                    (rank_bytes(one, layout, None).total, update_seconds(one, layout, seconds))
-                    for one in self.space.storages(scheduled)
+                    (rank_bytes(one, layout, None).total, one, update)
+                    for one, update in self._updates(scheduled, layout, timed[some])
                 ]
-            stored = least_residuals(scheduled, facts, layout)
-            fitting = [update for size, update in states[key] if size + stored <= self.usable]
-            if fitting:
-                costs = seconds.costs(
-                    layers, shared_by=shape.parallel.vocab_shared_by, split=facts.is_split,
-                    recomputes=shape.train.remat == "ahead",
-                )  # fmt: skip
-                bound = least_seconds(facts, costs) + min(fitting)
-                if shape.parallel.layer_split == "balanced" and scheduled.parallel.memory_limit:
-                    bound = 0.0  # the limit may ask for other layers
-                yield bound * _ROUNDING, number, scheduled
+            left = self.usable - least_residuals(scheduled, facts, layout)
+            if fitting := [state[1:] for state in states[key] if state[0] <= left]:
+                bound = self._least_step(scheduled, facts, layers, timed[some], fitting)
+                yield bound, (*number, last), scheduled
 
-    def _least_seconds_of(self, scheduled: Config) -> OpSeconds:
-        """The least seconds of ops of a schedule: without gathers in every action, and in halves.
+    def _may_run(self, scheduled: Config) -> bool:
+        """Whether a schedule can be built, and its order leaves enough memory for some state."""
+        try:
+            facts = self._facts_of(scheduled)
+        except ScheduleError as error:
+            self.space.refusals[str(error)] = None
+            return False
+        layout = layout_of(scheduled, facts.placement, self._arranged(scheduled)[1])
+        left = self.usable - least_residuals(scheduled, facts, layout)
+        ways = self.space.storages(scheduled)
+        return any(rank_bytes(one, layout, None).total <= left for one in ways)
 
-        Layers in halves are not traced for it.
+    def _least_seconds_of(self, scheduled: Config) -> _ByGathers:
+        """The least seconds of ops of a schedule, without and with gathers in every action.
+
+        Layers may run in halves, which are not traced for it.
         """
-        parallel = structs.replace(scheduled.parallel, zero_stage=0)
-        seconds = op_seconds(structs.replace(scheduled, parallel=parallel), self.hardware)
-        return seconds.least_in_halves
+        ways = {one.parallel.reshards: one for one in self.space.storages(scheduled)}
+        return {
+            gathers: op_seconds(one, self.hardware).least_in_halves for gathers, one in ways.items()
+        }
 
     def _facts_of(self, config: Config) -> ScheduleFacts:
         """The facts of a configuration's schedule; raises `ScheduleError` if there is none."""
         parallel, family = config.parallel, find_family(config.parallel.schedule)
-        forwards = config.scheduled_microbatches
+        if family.is_searched:  # for costs and a limit, by which all of it may change
+            return self._arranged(config)[0]
         key = (
-            family.name, parallel.pp, forwards, parallel.slices, parallel.virtual_stages,
-            parallel.breadth, parallel.in_flight, parallel.schedule_file,
+            family.name, parallel.pp, config.scheduled_microbatches, parallel.slices,
+            parallel.virtual_stages, parallel.breadth, parallel.in_flight, parallel.schedule_file,
         )  # fmt: skip
         if key not in self._facts:
-            if family.is_searched:
-                placement = family.place_stages(parallel.pp)
-                self._facts[key] = ScheduleFacts.of_search(placement, forwards)
-            else:
-                schedule: Schedule = schedule_of(config)
-                in_order = not parallel.in_flight
-                self._facts[key] = ScheduleFacts.of_schedule(schedule, in_order=in_order)
+            schedule: Schedule = schedule_of(config)
+            in_order = not parallel.in_flight
+            self._facts[key] = ScheduleFacts.of_schedule(schedule, in_order=in_order)
         return self._facts[key]
 
-    def _fastest(self, scheduled: Config, number: int, result: SearchResult) -> Found | None:
+    def _fastest(self, scheduled: Config, number: _Number, result: SearchResult) -> Found | None:
         """The fastest way to run layers and store the state within the memory; None: there is none.
 
         ZeRO stages have the same scan, unless every action gathers its layers.

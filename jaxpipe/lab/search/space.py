@@ -10,7 +10,7 @@ from jaxpipe.planning.candidates import variants, with_variant
 from jaxpipe.planning.loops import unroll_if_needed
 from jaxpipe.planning.resolve import RunPlan
 from jaxpipe.planning.rules.across import check_settings
-from jaxpipe.planning.rules.sizes import check_count, resolve_sizes
+from jaxpipe.planning.rules.sizes import check_count, check_filling, resolve_sizes
 from jaxpipe.schedules import ScheduleVariant, find_family
 
 _HOST = 8  # devices of a host, within which tp stays
@@ -119,23 +119,33 @@ class SearchSpace:
                 if self.is_legal(with_variant(shape, _ANY)):
                     yield shape
 
-    def schedules(self, shape: Config) -> Iterator[Config]:
-        """Yield the configurations of a shape by schedule, and by what is of some layers alone."""
+    def orders(self, shape: Config) -> Iterator[Config]:
+        """Yield the configurations of a shape by schedule, of those that it fills."""
         for variant in self._variants(shape):
             scheduled = with_variant(shape, variant)
-            stages = shape.parallel.pp * (
-                variant.virtual_stages or find_family(variant.family).stages
-            )
+            try:
+                check_filling(scheduled)
+            except ConfigError as error:
+                self.refusals[str(error)] = None
+            else:
+                yield scheduled
+
+    def schedules(self, shape: Config) -> Iterator[Config]:
+        """Yield the configurations of a shape by schedule, and by what is of some layers alone."""
+        for scheduled in self.orders(shape):
+            parallel = scheduled.parallel
+            family = find_family(parallel.schedule)
+            stages = parallel.pp * (parallel.virtual_stages or family.stages)
             most = shape.model.pipeline_layers // stages
             counts = dict.fromkeys((0, self.config.train.offload_layers, -(-most // 2), most))
             if shape.train.remat == "ahead":
                 counts = dict.fromkeys((0,))  # it excludes offloading
-            for recomputed in self._recomputed(shape, -(-shape.model.pipeline_layers // stages)):
+            for recomputed in self.recomputed(shape, -(-shape.model.pipeline_layers // stages)):
                 for count in self._choose("train.offload_layers", (0,) if recomputed else counts):
                     some = dict(remat_layers=recomputed, offload_layers=count)
                     yield _with(scheduled, train=some)
 
-    def _recomputed(self, shape: Config, longest: int) -> Iterable[int]:
+    def recomputed(self, shape: Config, longest: int) -> Iterable[int]:
         """Choose the layers of which B recomputes everything, of at most `longest` in a stage."""
         counts = dict.fromkeys((0, self.config.train.remat_layers))
         if shape.train.remat == "selective":  # "none" stores hardly more

@@ -31,7 +31,7 @@ def resolve_sizes(config: Config, devices: int | None, *, are_present: bool = Fa
     _check_replicas(config)
     config = _with_microbatches(config)
     _check_batch(config)
-    _check_filling(config)
+    check_filling(config)
     if devices is not None:
         check_count(config, devices, are_present=are_present)
     return config
@@ -144,7 +144,7 @@ def _check_batch(config: Config) -> None:
         )
 
 
-def _check_filling(config: Config) -> None:
+def check_filling(config: Config) -> None:
     """Raise `ConfigError` if microbatches are too few to keep all pipeline ranks busy.
 
     `train.grad_accum_steps` x `parallel.slices` must be at least `parallel.pp`, unless the schedule
@@ -162,4 +162,4 @@ def _check_filling(config: Config) -> None:
         )
 
 
-CHECKS = (check_count, _check_replicas, _with_microbatches, _check_batch, _check_filling)
+CHECKS = (check_count, _check_replicas, _with_microbatches, _check_batch, check_filling)
