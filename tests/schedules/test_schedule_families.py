@@ -12,6 +12,7 @@ from orders import nearest_sizes
 from jaxpipe.core.schedule import (
     Costs,
     Lockstep,
+    Op,
     ScheduleError,
     lower,
     read_schedule,
@@ -97,6 +98,9 @@ def test_what_a_family_says_is_what_its_builder_does(name, tmp_path):
     assert turns == (family.placement == "v")
     mirrored = schedule.placement.mirrored_from is not None
     assert mirrored == (family.placement == "both ways")
+    if family.placement != "file":
+        assert schedule.placement == family.place_stages(pp, microbatches=microbatches)
+        assert family.splits == any(action.op is Op.B for _, action in schedule.actions())
     if family.placement == "file":  # its slices are those of the file: test_custom.py
         assert family.has_option("slices")
     elif family.has_option("slices"):

@@ -5,7 +5,8 @@ import argparse
 from jaxpipe import config as configs
 from jaxpipe.config import ConfigError
 from jaxpipe.config.reading import read_overrides
-from jaxpipe.lab.search.layout_search import LayoutSearch, SearchResult
+from jaxpipe.lab.search.layout_search import LayoutSearch
+from jaxpipe.lab.search.result import SearchResult
 from jaxpipe.lab.search.space import SEARCHED, SearchSpace
 from jaxpipe.lab.search.table import explain_winner, nothing_found
 from jaxpipe.planning.cost.estimate import Estimate
@@ -50,7 +51,7 @@ def search_layouts(
     config = configs.load(arguments.config, arguments.overrides)
     overrides = read_overrides(arguments.overrides)
     fixed = [f"{section}.{key}" for section, settings in overrides.items() for key in settings]
-    space = SearchSpace(config, arguments.devices[0], fixed)
+    space = SearchSpace(config, arguments.devices[0], fixed, hardware.per_host)
     memory = arguments.memory or DEVICES[arguments.device].memory
     search = LayoutSearch(space, hardware, memory, progress=PlanProgress())
     result = search.run()

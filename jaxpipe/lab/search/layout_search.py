@@ -1,119 +1,27 @@
 """The fastest configurations within the memory of a device: branch and bound over a space."""
 
-import bisect
 import heapq
-import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING
-
-from msgspec import structs
 
 from jaxpipe.config import Config
-from jaxpipe.core.schedule import Placement, Schedule, ScheduleError
-from jaxpipe.lab.search.bounds import (
-    LeastLayout,
-    ScheduleFacts,
-    least_residuals,
-    least_seconds,
-    with_least_recomputation,
-)
+from jaxpipe.core.schedule import ScheduleError
+from jaxpipe.lab.search.bounded_space import Bounded, BoundedSpace
+from jaxpipe.lab.search.result import Found, Number, SearchResult
 from jaxpipe.lab.search.space import SearchSpace
-from jaxpipe.planning.cost.estimate import (
-    Estimate,
-    estimate,
-    gain_over,
-    step_seconds,
-    update_seconds,
-)
-from jaxpipe.planning.cost.hardware import Hardware, OpSeconds, op_seconds
+from jaxpipe.planning.cost.estimate import estimate, gain_over, step_seconds, update_seconds
+from jaxpipe.planning.cost.hardware import Hardware, op_seconds
 from jaxpipe.planning.cost.machine import machine_of
-from jaxpipe.planning.cost.memory import layout_of, rank_bytes
+from jaxpipe.planning.cost.memory import rank_bytes
 from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.limits import planned_bytes
 from jaxpipe.planning.progress import PlanProgress
-from jaxpipe.planning.resolve import RunPlan, arrange, layers_of, schedule_of
+from jaxpipe.planning.resolve import RunPlan, arrange
 from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.planning.rules.sizes import resolve_sizes
-from jaxpipe.schedules import find_family
 
-if TYPE_CHECKING:
-    from jaxpipe.core.mesh import StageLayout
-
-# Position in the space: of a mesh, a shape of it, a schedule on it.
-_Number = tuple[int, ...]
 _OF_SHAPE = 2  # length of the number of a shape
-_Bounded = tuple[float, _Number, Config]  # seconds at least
-_ByGathers = dict[bool, OpSeconds]  # by whether every action gathers its layers
-_ROUNDING = 1 - 1e-9  # of sums in another order
-
-
-@dataclass(frozen=True, order=True)
-class Found:
-    """A configuration with what it needs.
-
-    They are in order of preference: of equally fast ones the one that offloads less, then the one
-    that needs less memory.
-
-    Attributes:
-      seconds: of a step, to nine digits: sums in another order are equal.
-      offloaded: layers of a stage whose residuals are on the host, and 1 more for moments.
-      bytes: of a device.
-      number: position in the space (mesh, shape, schedule), which decides between equals.
-      plan: with the seconds of ops by which it was simulated.
-    """
-
-    seconds: float
-    offloaded: int
-    bytes: int
-    number: _Number
-    plan: RunPlan
-
-    @property
-    def layout(self) -> tuple[str, str]:
-        """The mesh and the schedule; one pipeline rank does the same in any."""
-        parallel = self.plan.config.parallel
-        return parallel.mesh, parallel.schedule if parallel.pp > 1 else ""
-
-    def estimate(self) -> Estimate:
-        """The estimate that a plan's table shows."""
-        return replace(estimate(self.plan), configured=True)
-
-
-@dataclass
-class SearchResult:
-    """The best of a search, and how much it looked at.
-
-    Attributes:
-      best: the fastest of every schedule on every mesh, the fastest first.
-      shapes: meshes with a microbatch size and remat, whose time was bounded.
-      candidates: schedules on shapes whose time was bounded.
-      simulated: those that were simulated.
-      least: the smallest memory that anything was found to need, and its configuration.
-    """
-
-    best: list[Found]
-    shapes: int = 0
-    candidates: int = 0
-    simulated: int = 0
-    least: tuple[float, Config] | None = None
-
-    def add(self, one: Found, keep: int) -> None:
-        """Add a configuration if it is the best of its layout, and remove all but `keep`."""
-        for other in self.best:
-            if other.layout == one.layout:
-                if other < one:
-                    return
-                self.best.remove(other)
-                break
-        bisect.insort(self.best, one)
-        del self.best[keep:]
-
-    def note(self, size: float, config: Config) -> None:
-        """Remember the configuration that needs least memory."""
-        if self.least is None or size < self.least[0]:
-            self.least = size, config
 
 
 class LayoutSearch:
@@ -136,7 +44,7 @@ class LayoutSearch:
         self.usable = planned_bytes(memory)
         # A run knows the device, and not these links.
         self._devices = Devices(memory=memory, hardware=machine_of(hardware.device))
-        self._facts: dict[tuple[object, ...], ScheduleFacts] = {}
+        self._bounded = BoundedSpace(space, hardware, self._devices, self.usable)
 
     def run(self) -> SearchResult:
         """Return the fastest configurations, equal to those of `every`, without simulating all.
@@ -148,16 +56,19 @@ class LayoutSearch:
         `bounds.least_residuals` is left out.
         """
         result = SearchResult([])
-        opened = list(self._bounded_shapes(result))
-        heapq.heapify(opened)
+        opened: list[Bounded] = []
+        for one in self._bounded.shapes():
+            heapq.heappush(opened, one)
+            self._progress(lambda: f"search: bounds of {len(opened):,} shapes")
         while opened:
             bound, number, config = heapq.heappop(opened)
             if len(result.best) == self.keep and bound > result.best[-1].seconds:
                 break
             if len(number) == _OF_SHAPE:
-                for one in self._bounded_schedules(config, number, result):
+                for one in self._bounded.schedules(config, number, result):
+                    result.candidates += 1
                     heapq.heappush(opened, one)
-            elif self._may_run(config):
+            elif self._bounded.may_run(config):
                 result.simulated += 1
                 if (fastest := self._fastest(config, number, result)) is not None:
                     result.add(fastest, self.keep)
@@ -188,158 +99,7 @@ class LayoutSearch:
                     if (fastest := self._fastest(scheduled, number, result)) is not None:
                         yield fastest
 
-    def _bounded_shapes(self, result: SearchResult) -> Iterator[_Bounded]:
-        """Yield the shapes that some schedule has, with lower bounds on their seconds."""
-        for of_mesh, mesh in enumerate(self.space.meshes()):
-            for of_shape, shape in enumerate(self.space.shapes(mesh)):
-                result.shapes += 1
-                self._progress(lambda: f"search: bounds of {result.shapes:,} shapes")
-                bound = self._least_seconds_of_shape(shape)
-                if bound is not None:
-                    yield bound, (of_mesh, of_shape), shape
-
-    def _least_seconds_of_shape(self, shape: Config) -> float | None:
-        """A lower bound on the seconds of a shape under any schedule; None: it has none.
-
-        Copies with the host add to them, and so does sharing of embedding and head.
-        """
-        layers, parallel = shape.model.pipeline_layers, shape.parallel
-        recomputed = layers * any(self.space.recomputed(shape, layers))
-        train = structs.replace(shape.train, offload_layers=0, remat_layers=recomputed)
-        parallel = structs.replace(parallel, vocab_parallel_pp=False)
-        alone = structs.replace(shape, parallel=parallel, train=train)
-        seconds = {
-            reshards: with_least_recomputation(each, layers)
-            for reshards, each in self._least_seconds_of(alone).items()
-        }
-        bounds = {}
-        for scheduled in self.space.orders(shape):
-            try:
-                facts, layers = self._arranged(scheduled)
-            except ScheduleError as error:
-                self.space.refusals[str(error)] = None
-                continue
-            key = facts.placement, facts.is_split, layers
-            if key not in bounds or scheduled.parallel.memory_limit:
-                layout = layout_of(scheduled, facts.placement, layers)
-                updates = self._updates(scheduled, layout, seconds)
-                bounds[key] = self._least_step(scheduled, facts, layers, seconds, updates)
-        return min(bounds.values(), default=None)
-
-    def _updates(
-        self, scheduled: Config, layout: "StageLayout", seconds: _ByGathers
-    ) -> Iterator[tuple[Config, float]]:
-        """Yield every way to store the state, with the seconds of its update."""
-        for one in self.space.storages(scheduled):
-            yield one, update_seconds(one, layout, seconds[one.parallel.reshards])
-
-    def _arranged(self, scheduled: Config) -> tuple[ScheduleFacts, tuple[int, ...]]:
-        """What is known of a schedule before it is built, and the layers of its stages."""
-        parallel, family = scheduled.parallel, find_family(scheduled.parallel.schedule)
-        forwards = scheduled.scheduled_microbatches
-        if family.placement == "file":
-            facts = self._facts_of(scheduled)
-        else:
-            placement = family.place_stages(parallel.pp, parallel.virtual_stages, forwards)
-            facts = ScheduleFacts(placement, forwards, family.splits)
-        return facts, layers_of(scheduled, facts.placement, self._devices)
-
-    def _least_step(
-        self, scheduled: Config, facts: ScheduleFacts, layers: tuple[int, ...],
-        seconds: _ByGathers, updates: Iterable[tuple[Config, float]],
-    ) -> float:  # fmt: skip
-        """A lower bound on the seconds of a step with one of these ways to store the state."""
-        parallel = scheduled.parallel
-        if parallel.layer_split == "balanced" and parallel.memory_limit:
-            return 0.0  # the limit may ask for other layers
-        least: dict[bool, float] = {}
-        for one, update in updates:
-            gathers = one.parallel.reshards
-            least[gathers] = min(update, least.get(gathers, math.inf))
-        steps = []
-        for gathers, update in least.items():
-            costs = seconds[gathers].costs(
-                layers, shared_by=parallel.vocab_shared_by, split=facts.is_split,
-                recomputes=scheduled.train.remat == "ahead",
-            )  # fmt: skip
-            steps.append(least_seconds(facts, costs) + update)
-        return min(steps) * _ROUNDING
-
-    def _may_fit(self, shape: Config, result: SearchResult) -> bool:
-        layout, sizes = LeastLayout.of(shape), []
-        for one in self.space.storages(shape):
-            sizes.append(rank_bytes(one, layout, None).total)
-            result.note(sizes[-1], one)
-        return min(sizes) <= self.usable
-
-    def _bounded_schedules(
-        self, shape: Config, number: _Number, result: SearchResult
-    ) -> Iterator[_Bounded]:
-        """Yield the schedules of a shape that may fit, with lower bounds on their seconds."""
-        if not self._may_fit(shape, result):
-            return
-        timed: dict[tuple[int, int], _ByGathers] = {}
-        # Every way to store the state, with its bytes, and the seconds of its update.
-        states: dict[tuple[Placement, tuple[int, ...]], list[tuple[int, Config, float]]] = {}
-        for last, scheduled in enumerate(self.space.schedules(shape)):
-            result.candidates += 1
-            some = scheduled.train.offload_layers, scheduled.train.remat_layers
-            try:
-                facts, layers = self._arranged(scheduled)
-            except ScheduleError:  # the bound of the shape has noted it
-                continue
-            if some not in timed:
-                timed[some] = self._least_seconds_of(scheduled)
-            key = facts.placement, layers
-            layout = layout_of(scheduled, facts.placement, layers)
-            if key not in states:
-                states[key] = [
-                    (rank_bytes(one, layout, None).total, one, update)
-                    for one, update in self._updates(scheduled, layout, timed[some])
-                ]
-            left = self.usable - least_residuals(scheduled, facts, layout)
-            if fitting := [state[1:] for state in states[key] if state[0] <= left]:
-                bound = self._least_step(scheduled, facts, layers, timed[some], fitting)
-                yield bound, (*number, last), scheduled
-
-    def _may_run(self, scheduled: Config) -> bool:
-        """Whether a schedule can be built, and its order leaves enough memory for some state."""
-        try:
-            facts = self._facts_of(scheduled)
-        except ScheduleError as error:
-            self.space.refusals[str(error)] = None
-            return False
-        layout = layout_of(scheduled, facts.placement, self._arranged(scheduled)[1])
-        left = self.usable - least_residuals(scheduled, facts, layout)
-        ways = self.space.storages(scheduled)
-        return any(rank_bytes(one, layout, None).total <= left for one in ways)
-
-    def _least_seconds_of(self, scheduled: Config) -> _ByGathers:
-        """The least seconds of ops of a schedule, without and with gathers in every action.
-
-        Layers may run in halves, which are not traced for it.
-        """
-        ways = {one.parallel.reshards: one for one in self.space.storages(scheduled)}
-        return {
-            gathers: op_seconds(one, self.hardware).least_in_halves for gathers, one in ways.items()
-        }
-
-    def _facts_of(self, config: Config) -> ScheduleFacts:
-        """The facts of a configuration's schedule; raises `ScheduleError` if there is none."""
-        parallel, family = config.parallel, find_family(config.parallel.schedule)
-        if family.is_searched:  # for costs and a limit, by which all of it may change
-            return self._arranged(config)[0]
-        key = (
-            family.name, parallel.pp, config.scheduled_microbatches, parallel.slices,
-            parallel.virtual_stages, parallel.breadth, parallel.in_flight, parallel.schedule_file,
-        )  # fmt: skip
-        if key not in self._facts:
-            schedule: Schedule = schedule_of(config)
-            in_order = not parallel.in_flight
-            self._facts[key] = ScheduleFacts.of_schedule(schedule, in_order=in_order)
-        return self._facts[key]
-
-    def _fastest(self, scheduled: Config, number: _Number, result: SearchResult) -> Found | None:
+    def _fastest(self, scheduled: Config, number: Number, result: SearchResult) -> Found | None:
         """The fastest way to run layers and store the state within the memory; None: there is none.
 
         ZeRO stages have the same scan, unless every action gathers its layers.

@@ -13,7 +13,6 @@ from jaxpipe.planning.rules.across import check_settings
 from jaxpipe.planning.rules.sizes import check_count, check_filling, resolve_sizes
 from jaxpipe.schedules import ScheduleVariant, find_family
 
-_HOST = 8  # devices of a host, within which tp stays
 _SEQUENCES = (1, 2, 4, 8)  # of a microbatch: more have the same products and fewer microbatches
 _SHARD = 2048  # fewest tokens of a sequence on a device with which more cp is tried
 _ANY = ScheduleVariant("gpipe")  # allows all that some schedule allows
@@ -44,13 +43,15 @@ class SearchSpace:
       config: gives the tokens of a step, the model, and all that is not searched.
       devices: number of devices.
       fixed: names of settings ("parallel.tp") that stay as they are.
+      per_host: number of devices of a host.
 
     Raises `ConfigError` if the tokens of a step are not known, because a configuration of
     `parallel.dp=-1` does not fit the devices.
     """
 
-    def __init__(self, config: Config, devices: int, fixed: Iterable[str] = ()):
+    def __init__(self, config: Config, devices: int, fixed: Iterable[str] = (), per_host: int = 8):
         self.devices, self._fixed = devices, frozenset(fixed)
+        self._host = min(per_host, devices)
         if config.parallel.costs:
             raise ConfigError(
                 f"--search with parallel.costs={config.parallel.costs!r}: measured seconds are of "
@@ -72,11 +73,10 @@ class SearchSpace:
         """Yield the configurations of all meshes, with the sharing of embedding and head."""
         own, model = self._own, self.config.model
         free = "parallel.dp" not in self._fixed or own.dp == -1
-        host = min(_HOST, self.devices)
         for pp in self._choose("parallel.pp", _divisors(self.devices)):
             for tp in self._choose("parallel.tp", _divisors(self.devices)):
                 dp, remainder = divmod(self.devices, pp * tp)
-                legal = pp <= model.pipeline_layers and (host % tp == 0 or tp == own.tp)
+                legal = pp <= model.pipeline_layers and (self._host % tp == 0 or tp == own.tp)
                 if remainder or not legal or not (free or dp == own.dp):
                     continue
                 for cp in self._choose("parallel.cp", self._sequence_shards(dp)):

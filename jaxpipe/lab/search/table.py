@@ -12,7 +12,8 @@ from rich.table import Table
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.reading import read_tree
 from jaxpipe.core.schedule import simulate
-from jaxpipe.lab.search.layout_search import LayoutSearch, SearchResult
+from jaxpipe.lab.search.layout_search import LayoutSearch
+from jaxpipe.lab.search.result import SearchResult
 from jaxpipe.lab.search.space import SEARCHED
 from jaxpipe.planning.cost.estimate import Estimate
 from jaxpipe.planning.cost.seconds import NO_COPIES, NO_EXCHANGE
