@@ -9,6 +9,7 @@ from jaxpipe.checkpoint.hf.parameters import export_huggingface, hf_format, impo
 from jaxpipe.checkpoint.hf.serving import ServingFiles
 from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
 from jaxpipe.model.families.deepseek_v4.config import DeepseekV4Config
+from jaxpipe.model.families.ernie4_5_moe import Ernie45MoeConfig
 from jaxpipe.model.families.exaone4 import Exaone4Config
 from jaxpipe.model.families.gemma3.config import Gemma3Config
 from jaxpipe.model.families.glm4 import Glm4Config
@@ -82,6 +83,9 @@ MODELS = {
     "glm4_moe": Glm4MoeConfig(
         **SIZES, head_dim=16, n_experts=8, experts_per_token=3, d_expert=24, qk_norm=True,
         router_scale=2.5, expert_groups=4, groups_per_token=2, shared_experts=2,
+    ),
+    "ernie4_5_moe": Ernie45MoeConfig(
+        **SIZES, head_dim=14, n_experts=8, experts_per_token=3, d_expert=24,
     ),
     "minimax_m2": MiniMaxM2Config(**SIZES, head_dim=12, n_experts=6, experts_per_token=2),
     "qwen3_next": Qwen3NextConfig(

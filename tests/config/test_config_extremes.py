@@ -47,6 +47,7 @@ MORE = {
     "olmo2": "n_kv_heads = 1", "olmo3": _LOCAL, "glm4": "n_kv_heads = 1", "phi3": "n_kv_heads = 1",
     "seed_oss": "n_kv_heads = 1", "exaone4": _LOCAL,
     "glm4_moe": "n_kv_heads = 1\nn_experts = 2\nexperts_per_token = 2\n",
+    "ernie4_5_moe": "n_kv_heads = 1\nn_experts = 2\nexperts_per_token = 2\n",
     "minimax_m2": "n_kv_heads = 1\nn_experts = 2\nexperts_per_token = 2\n",
     "qwen3_next": "n_kv_heads = 1\nn_experts = 2\nexperts_per_token = 2\nattention_every = 2\n"
     "head_dim = 8\ndelta_key_heads = 1\ndelta_value_heads = 2\ndelta_key_dim = 8\n",

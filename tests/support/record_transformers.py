@@ -75,6 +75,7 @@ _EXPERT_NAMES = {
             "deepseek_v2",
             "deepseek_v3",
             "deepseek_v32",
+            "ernie4_5_moe",
             "glm4_moe",
             "glm_moe_dsa",
             "qwen3_next",
@@ -181,9 +182,14 @@ def batches():
     return tokens, ignored
 
 
+def learned(model):
+    """Return the parameters by name without those that a router balances by, which stay 0."""
+    return {name: one for name, one in model.named_parameters() if one.requires_grad}
+
+
 def loss_and_gradients(model, params, tokens, ignored):
     """Return the mean loss of a step `[M, B, L + 1]`, and the gradients by published names."""
-    named = dict(model.named_parameters())
+    named = learned(model)
     with torch.no_grad():
         for name, value in of_model(named, params, model.config.model_type).items():
             named[name].copy_(torch.from_numpy(value))
@@ -220,7 +226,7 @@ def _first_step(name):
     shapes = {
         name: array.shape
         for name, array in published(
-            {name: tensor.detach().numpy() for name, tensor in model.named_parameters()},
+            {name: tensor.detach().numpy() for name, tensor in learned(model).items()},
             model.config.model_type,
         ).items()
     }

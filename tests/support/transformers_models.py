@@ -144,6 +144,14 @@ RELATIVES = {
             "moe_intermediate_size": 6, "routed_scaling_factor": 2.5,
         },
     ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        SIZES
+        | {
+            "rope_parameters": _ROPE, "moe_num_experts": 4, "moe_k": 2, "pad_token_id": None,
+            "moe_intermediate_size": 6, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+        },
+    ),
     "minimax_m2": (
         "MiniMaxM2",
         SIZES

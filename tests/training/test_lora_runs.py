@@ -215,7 +215,7 @@ def test_the_plan_counts_no_gradient_of_frozen_parameters(zero_stage):
     ("overrides", "sentence"),
     [
         (("lora.dropout=0.1",), "lora.dropout=0.1 is read only with lora.rank"),
-        ((*LORA, 'lora.targets=["wz"]'), "lora.targets has 'wz', but the weights"),
+        ((*LORA, 'lora.targets=["wz"]'), "lora.targets has 'wz', or is left out for all"),
         ((*LORA, "parallel.tp=4"), "parallel.tp=4 must divide model.n_kv_heads"),
     ],
 )
@@ -248,7 +248,7 @@ def test_adapters_need_a_trained_model(tmp_path, capsys):
     assert "give the model's as checkpoint.resume" in capsys.readouterr().err
     assert train_command([*words, *LORA, "checkpoint.resume=none"]) == 0
     assert train_command(words) == 2
-    assert "set lora.rank=0, or use another run.dir" in capsys.readouterr().err
+    assert "set lora.rank=3, or use another run.dir" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
