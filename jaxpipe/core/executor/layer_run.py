@@ -43,6 +43,8 @@ class LayerRun:
       shardings: `ParamSharding` of every parameter with `reshard_after_forward`: every action then
         gathers a layer when it needs it, and accumulates gradient shards; None: gathered already.
       reduce: reduces the run's gradient sums over data-parallel replicas to this device's shards.
+      ahead: gathered parameters of the layer that a loop runs next, which arrive before the
+        gradient of the same parameter is reduced; None: nothing waits for them.
       reduce_dtype: dtype in which an action reduces gradients over replicas; None: their own.
       unroll: layers in one iteration of a loop over them.
     """
@@ -56,6 +58,7 @@ class LayerRun:
     row: Index | None = None
     grad_sums: Tree = None
     shardings: Tree = None
+    ahead: Tree = None
     reduce: Callable[[Tree], Tree] = lambda total: total
     reduce_dtype: Any = None
     unroll: int = 1
@@ -124,22 +127,26 @@ class LayerRun:
             return added if counts is None else jnp.where(counts, added, total)
 
         def add_to_row(
-            total: jax.Array, gradient: jax.Array | None, *sharding: ParamSharding
-        ) -> jax.Array:
+            total: jax.Array, gradient: jax.Array | None, sharding: ParamSharding | None = None,
+            ahead: jax.Array | None = None,
+        ) -> jax.Array:  # fmt: skip
             if gradient is None:
                 return total
             gradient = gradient.astype(total.dtype)
-            for of_leaf in sharding:
-                if of_leaf.dim_of(DP) is not None:
-                    gradient = of_leaf.reduce_over_replicas(
-                        gradient, of_leaf.zero_axes, self.reduce_dtype
-                    )
+            if sharding is not None and sharding.dim_of(DP) is not None:
+                if ahead is not None:
+                    # An iteration ends with reductions, which no compute follows. If the gathers
+                    # could end there too, XLA would start them after the last product.
+                    gradient, _ = lax.optimization_barrier((gradient, ahead))
+                gradient = sharding.reduce_over_replicas(
+                    gradient, sharding.zero_axes, self.reduce_dtype
+                )
             if self.row is None:
                 return add(total, gradient)
             return buffers.write(total, add(buffers.read(total, self.row), gradient), self.row)
 
-        shardings = () if self.shardings is None else (self.shardings,)
-        totals = jax.tree.map(add_to_row, totals, gradients.params, *shardings, is_leaf=_is_none)
+        of_leaf = [tree for tree in (self.shardings, self.ahead) if tree is not None]
+        totals = jax.tree.map(add_to_row, totals, gradients.params, *of_leaf, is_leaf=_is_none)
         if read is None:
             return totals, None
         return totals, jax.tree.map(add, read, gradients.embed_head, is_leaf=_is_none)
@@ -150,19 +157,14 @@ class LayerRun:
             return layer(*passed)
         return lax.cond(self.active, lambda: layer(*passed), lambda: passed)
 
-    def run_and_prefetch(
-        self, after: "LayerRun | None", layer: Layer, passed: Passed, halves: Halves | None = None
-    ) -> tuple[Passed, Tree]:
-        """Return `run_if_active` and the gathered parameters of the layer that runs `after`.
+    def gather_after(self, x: jax.Array, halves: Halves | None = None) -> tuple[jax.Array, Tree]:
+        """Return x or dy of the layer that runs before this one, and this one's gathered params.
 
-        A barrier ties the gather to the first of `passed`, x or dy, so it cannot start before this
-        layer does and at most two layers are gathered at once. None where nothing is gathered.
+        A barrier ties the gather to x, so it cannot start before that layer does and at most two
+        layers are gathered at once.
         """
-        if after is None or after.shardings is None:
-            return self.run_if_active(layer, passed), None
-        x, shards = tie(passed[0], after.params, halves)
-        gathered = replace(after, params=shards).gather_params()
-        return self.run_if_active(layer, (x, *passed[1:])), gathered
+        x, shards = tie(x, self.params, halves)
+        return x, replace(self, params=shards).gather_params()
 
     def over_layers(
         self, layer: OfLayer, passed: Passed, gathered: Tree = None,
@@ -192,21 +194,29 @@ class LayerRun:
         """
         last, ahead = self.layers - 1, prefetch and self.shardings is not None
 
-        def run_one(step: Index, passed: Passed, gathered: Tree, after: Any) -> Any:
-            one = self.at(last - step if backward else step)
+        def run_one(
+            step: Index, passed: Passed, gathered: Tree, after: Any, *, loops: bool = False
+        ) -> Any:
+            one, of_next = self.at(last - step if backward else step), None
+            if after is not None and after.shardings is not None:
+                x, of_next = after.gather_after(passed[0], halves)
+                passed = x, *passed[1:]
+            if loops and one.active is None:
+                one = replace(one, ahead=of_next)
 
             def on_params(*passed: Any) -> Passed:
                 params = one.gather_params() if gathered is None else gathered
                 return layer(one, params, *passed)
 
-            passed, of_next = one.run_and_prefetch(after, on_params, passed, halves)
+            passed = one.run_if_active(on_params, passed)
             if in_time and of_next is not None:
                 x, of_next = tie(passed[0], of_next, halves)
                 passed = x, *passed[1:]
             return passed, of_next
 
         def run_and_gather_next(step: jax.Array, state: tuple[Passed, Tree]) -> tuple[Passed, Tree]:
-            return run_one(step, *state, self.at(last - step - 1 if backward else step + 1))
+            after = self.at(last - step - 1 if backward else step + 1)
+            return run_one(step, *state, after, loops=True)
 
         def run_alone(step: jax.Array, passed: Passed) -> Passed:
             return run_one(step, passed, None, None)[0]

@@ -5,8 +5,8 @@ attention, or a conditional or loop with one, between its start and its done. El
 not count, however large. This says nothing about times: the compute may be shorter than the
 transfer.
 
-Each collective of the text counts once, even in a branch that most ticks skip or in a loop of many
-iterations.
+Each collective of the text counts once, even in a branch that most ticks skip; the bytes of one in
+a loop over layers count once for every iteration.
 """
 
 import re
@@ -39,7 +39,8 @@ class Collective(NamedTuple):
       kind: opcode, such as `all-gather`.
       axes: mesh axes over which it communicates.
       looped: whether it is in the loop over ticks; otherwise it runs once a step.
-      size: bytes of a device's input or output, the larger of the two.
+      size: bytes of a device's input or output, the larger of the two, times the iterations of a
+        loop over layers around it.
       hidden: whether it is behind compute.
       action: the action that it belongs to: F, B, W, BW or a pair such as F+B; "" for none.
     """
@@ -101,10 +102,13 @@ class Collectives:
         wrapped = {name for one in every if one.opcode in _WRAPS for name in self._called(one)}
         for name, instructions in computations.items():
             if name not in wrapped:
-                yield from self._of(instructions, looped=name in looped)
+                times = self.program.iterations[name]
+                yield from self._of(instructions, times, looped=name in looped)
 
-    def _of(self, instructions: Sequence[Instruction], *, looped: bool) -> Iterator[Collective]:
-        """Yield the collectives of one computation."""
+    def _of(
+        self, instructions: Sequence[Instruction], times: int, *, looped: bool
+    ) -> Iterator[Collective]:
+        """Yield the collectives of one computation, which runs several times."""
         sizes = {one.name: shape_bytes(one.shape) for one in instructions}
         for at, start in enumerate(instructions):
             collective = self._collective(start)
@@ -122,7 +126,7 @@ class Collectives:
                 collective.opcode.removesuffix("-start"),
                 mesh_axes(collective.rest, self.mesh),
                 looped,
-                max(operand_bytes, sizes[end.name]),
+                max(operand_bytes, sizes[end.name]) * times,
                 hidden,
                 traced_action(start) or traced_action(collective),
             )

@@ -22,6 +22,8 @@ _LABEL = re.compile(r"^(?: *No thunks\.)?( *)(\w+):$")
 _HOST = "S(5)"  # memory space of arrays on the host, in an HLO layout
 _MOVES = ("fusion", "copy", "dynamic-slice", "dynamic-update-slice")
 _PRODUCT = 'custom_call_target="__cu'  # calls of cuBLAS and cuDNN
+_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+RUNS = ("while", "conditional", "call")  # opcodes whose computations launch their instructions
 _CLONE = "double_buffer_clone"
 
 
@@ -93,6 +95,21 @@ class Program:
             return branches, sum(len(self.computations[name]) for _, name in self._below(body))
 
         return max(bodies, key=size, default=None)
+
+    @cached_property
+    def iterations(self) -> dict[str, int]:
+        """How often each computation runs, by name: in a tick if the loop has it, else in a step.
+
+        A branch counts as if it were always taken.
+        """
+        iterations = dict.fromkeys(self.computations, 1)
+        for name in reversed(self.computations):  # callers before those that they call
+            for one in self.computations[name]:
+                turns = _TURNS.search(one.rest) if one.opcode == "while" else None
+                for called in one.names if one.opcode in RUNS else ():
+                    if called in iterations and called != self.loop:
+                        iterations[called] = iterations[name] * int(turns[1] if turns else 1)
+        return iterations
 
     @cached_property
     def ticks(self) -> int:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from jaxpipe.lab.gpu.collectives import traced_action
-from jaxpipe.lab.gpu.program import Program, shape_bytes, shape_dims, shape_elements
+from jaxpipe.lab.gpu.program import RUNS, Program, shape_bytes, shape_dims, shape_elements
 from jaxpipe.model.kernels import grouped_fp8
 from jaxpipe.planning import LayerSeconds, OpSeconds, RunPlan, estimate
 from jaxpipe.runtime.devices import Device
@@ -31,8 +31,6 @@ _KERNEL = 'custom_call_target="mosaic_gpu'
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([\d,"]+)[\]}]')
 _SCORES = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":(\[[^\]]*\])')
 _DTYPE = re.compile(r"\(?([a-z]+\d+\w*)\[")
-_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_RUNS = ("while", "conditional", "call")  # opcodes whose computations launch their instructions
 
 
 class StepSeconds(NamedTuple):
@@ -92,10 +90,9 @@ def estimate_seconds(program: Program, sheet: Device, bandwidth: float) -> StepS
     """
     actions: Counter[str] = Counter()
     embed_head = outside = 0.0
-    iterations = _iterations_in_a_tick(program)
     for computation, one, shapes in _launched_instructions(program):
         looped = computation in program.looped
-        seconds = _seconds(one, shapes, sheet, bandwidth) * iterations.get(computation, 1)
+        seconds = _seconds(one, shapes, sheet, bandwidth) * program.iterations[computation]
         action = traced_action(one)
         if not looped:
             outside += 0.0 if action else seconds
@@ -106,30 +103,13 @@ def estimate_seconds(program: Program, sheet: Device, bandwidth: float) -> StepS
     return StepSeconds(dict(actions), embed_head, outside)
 
 
-def _iterations_in_a_tick(program: Program) -> dict[str, int]:
-    """Return how often a tick runs each computation below the loop's body, by name."""
-    iterations: dict[str, int] = {}
-
-    def visit(name: str, count: int) -> None:
-        iterations[name] = count
-        for one in program.computations[name]:
-            loop = _TURNS.search(one.rest) if one.opcode == "while" else None
-            for called in one.names if one.opcode in _RUNS else ():
-                if called in program.computations:
-                    visit(called, count * int(loop[1]) if loop else count)
-
-    if program.loop:
-        visit(program.loop, 1)
-    return iterations
-
-
 def _launched_instructions(program: Program) -> Iterator[tuple[str, Instruction, dict[str, str]]]:
     """Yield every launched instruction with its computation's name and its body's shapes."""
     inside = {
         name
         for body in program.computations.values()
         for one in body
-        if one.opcode not in _RUNS
+        if one.opcode not in RUNS
         for name in one.names
         if name in program.computations
     }

@@ -97,6 +97,42 @@ def test_a_loop_reduces_its_gradients_layer_by_layer(name, execution):
     assert {shape[0] for shape in of_all} == {1}  # the sums of one layer, never those of 3
 
 
+@pytest.mark.extended(unless=["1f1b-execution0"])
+@pytest.mark.parametrize(
+    ("name", "execution"),
+    [
+        ("1f1b", {}),
+        ("1f1b", {"layers_per_iteration": 2}),
+        ("1f1b", AHEAD),
+        ("1f1b", HALVES),
+        ("interleaved_1f1b", {}),
+    ],
+)
+def test_a_gradient_is_reduced_after_the_next_gather(name, execution):
+    """Otherwise XLA gathers after the last product of an iteration, where nothing hides it."""
+    with jax.enable_x64(True):
+        pipeline, layout, params, layers, batch = looped(
+            name, (3,), 2, dtype=jnp.float64, poison_bubbles=True, **ZERO_3 | execution
+        )
+        step = jax.jit(pipeline.losses_and_gradients)
+        losses, gradients = step(params, batch)
+        got = losses, gradients | {"layers": layout.unstack(gradients["layers"])}
+        assert_same(got, losses_and_gradients_ref(TOY, params["embed_head"], layers, batch))
+        equations = [eqn for eqn, _ in eqns_of(step.trace(params, batch).jaxpr.jaxpr)]
+    made_by = {out: eqn for eqn in equations for out in eqn.outvars}
+    barriers = [
+        made_by[eqn.invars[0]]
+        for eqn in equations
+        if eqn.primitive.name == "reduce_scatter" and eqn.invars[0] in made_by
+    ]
+    waits = [
+        made_by[eqn.invars[1]].primitive.name
+        for eqn in barriers
+        if eqn.primitive.name == "optimization_barrier"
+    ]
+    assert set(waits) == {"all_gather"}
+
+
 @pytest.mark.extended
 @pytest.mark.slow(unless=["1f1b"])
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b"])

@@ -38,6 +38,17 @@ def test_shares_add_up_by_kind_axes_and_place():
     assert [one.looped for one in Collectives(Program(TEXT), MESH).shares] == [True] * 5 + [False]
 
 
+def test_bytes_in_a_loop_over_layers_count_in_every_iteration():
+    loop = (
+        'while(%state), condition=%test, body=%run, backend_config={"known_trip_count":{"n":"3"}}'
+    )
+    branch = "conditional(%i, %state, %state), true_computation=%run, false_computation=%idle"
+    assert branch in TEXT
+    looped = shares(TEXT.replace(branch, loop))
+    assert looped["all-gather", True][3:6] == (2, 3 * 2 * PART, 3 * PART)
+    assert looped["all-reduce", False].size == 8
+
+
 def test_what_ends_before_the_product_is_not_hidden():
     gemm, done = (line for line in TEXT.splitlines() if "%gemm =" in line or "%whole =" in line)
     early = TEXT.replace(f"{gemm}\n{done}", f"{done}\n{gemm}")
