@@ -8,42 +8,23 @@ compute it again, and the values that it is computed from stay live for them.
 """
 
 from collections.abc import Collection, Iterator
-from itertools import count
-from math import prod
 from typing import Any, NamedTuple
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var
 
 from jaxpipe.model.kernels import cudnn
+from jaxpipe.planning.cost.inlining import LOOPS, JaxprValue, bodies_of, inlined
 
-_CALLS = (
-    "pjit", "jit", "closed_call", "core_call", "checkpoint", "remat", "custom_jvp_call",
-    "custom_vjp_call", "custom_vjp_call_jaxpr",
-)  # fmt: skip
-_BODIES = ("scan", "while", "cond")
 # Operations whose operands and results are in memory, by the beginnings of their names.
 _KERNELS = (
     "all_gather", "all_to_all", "conv_general", "cum", "dot_general", "dot_product_attention",
     "fp8_ragged_dot", "optimization_barrier", "pallas_call", "ppermute", "psum", "ragged_dot",
-    "reduce_scatter", "scatter", "sort", "top_k", *_BODIES,
+    "reduce_scatter", "scatter", "sort", "top_k", *LOOPS,
 )  # fmt: skip
 _REDUCTIONS = ("argmax", "argmin", "reduce_")  # read fused operands and write their results
 _PRODUCTS = ("dot_general", "ragged_dot")
 _RENAMES = ("convert_element_type", "copy", "name", "reshape", "transpose")
 _SUMS = ("add", "add_any")
-
-
-class JaxprValue(NamedTuple):
-    """A variable of a jaxpr in one of its calls; a jaxpr that is called twice has one of each."""
-
-    var: Var
-    call: int = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes of its array."""
-        aval: Any = self.var.aval
-        return prod(aval.shape) * aval.dtype.itemsize
 
 
 class Step(NamedTuple):
@@ -96,7 +77,7 @@ def working_set(
     >>> working_set(jaxpr)  # x @ up and its tanh, 10 floats each
     WorkingSet(peak=80, results=0)
     """
-    steps = list(_steps(jaxpr, {}, 0, count(1)))
+    steps = list(_steps(jaxpr))
     outputs = {JaxprValue(var) for var in jaxpr.outvars if isinstance(var, Var)}
     written = _written(steps, set(map(JaxprValue, stored)), outputs)
     given = set(map(JaxprValue, live))
@@ -159,7 +140,7 @@ def _largest(steps: list[Step], begins: dict[JaxprValue, int], ends: dict[JaxprV
     for place, step in enumerate(steps):
         held += sum(value.size for value in starting[place])
         in_place = 0
-        if step.name in _BODIES:
+        if step.name in LOOPS:
             made = sum(value.size for value in step.makes if value in ends)
             read_last = sum(value.size for value in ending[place] if value not in step.makes)
             in_place = min(made, read_last)
@@ -168,49 +149,23 @@ def _largest(steps: list[Step], begins: dict[JaxprValue, int], ends: dict[JaxprV
     return largest
 
 
-def _steps(
-    jaxpr: Jaxpr, names: dict[Var, JaxprValue | Literal], call: int, calls: Iterator[int]
-) -> Iterator[Step]:
-    """Yield the operations of a jaxpr, and those of its calls in their place.
-
-    Args:
-      names: what variables stand for that are not of this call.
-      call, calls: its number, and those of further calls.
-    """
-
-    def named(var: Any) -> JaxprValue | Literal:
-        return var if isinstance(var, Literal) else names.get(var, JaxprValue(var, call))
-
-    for eqn in jaxpr.eqns:
-        name, bodies = eqn.primitive.name, list(_bodies(eqn))
-        reads = tuple(map(named, eqn.invars))
-        if name in _CALLS:
-            (body,), number = bodies, next(calls)
-            inside = dict(zip(body.invars, reads))
-            yield from _steps(body, inside, number, calls)
-            for result, of in zip(eqn.outvars, body.outvars):
-                if isinstance(of, Literal):
-                    names[result] = of
-                else:
-                    names[result] = inside.get(of, JaxprValue(of, number))
-            continue
-        inner = [working_set(body).peak for body in bodies if name in _BODIES]
+def _steps(jaxpr: Jaxpr) -> Iterator[Step]:
+    """Yield the operations of a jaxpr, and those of its calls in their place."""
+    same: dict[JaxprValue, JaxprValue | Literal] = {}  # what barriers return
+    for eqn, operands, makes in inlined(jaxpr):
+        name = eqn.primitive.name
+        operands = tuple(
+            same.get(value, value) if isinstance(value, JaxprValue) else value for value in operands
+        )
+        if name == "optimization_barrier":  # it orders operations and copies nothing
+            same |= dict(zip(makes, operands))
+            makes = ()
+        inner = [working_set(body).peak for body in bodies_of(eqn)]
         avals: list[Any] = [var.aval for var in eqn.invars]
         inner = inner or [cudnn.workspace(name, tuple(aval.shape for aval in avals))]
-        made = tuple(map(named, eqn.outvars))
-        if name == "optimization_barrier":  # it orders operations and copies nothing
-            names |= dict(zip(eqn.outvars, reads))
-            made = ()
         yield Step(
             name,
-            tuple(value for value in reads if isinstance(value, JaxprValue)),
-            tuple(value for value in made if isinstance(value, JaxprValue)),
+            tuple(value for value in operands if isinstance(value, JaxprValue)),
+            makes,
             inner[-1] if eqn.params.get("branches_platforms") else max(inner),
         )
-
-
-def _bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    for value in eqn.params.values():
-        for body in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(body, ClosedJaxpr | Jaxpr):
-                yield getattr(body, "jaxpr", body)

@@ -5,15 +5,13 @@ reads from memory: another kernel, the caller, or several fusions with other ope
 the same operands are one. A sum along rows, as of a norm, is part of the kernel that reads it.
 """
 
-from collections.abc import Iterator
-from itertools import count
 from math import prod
-from typing import Any, NamedTuple
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jaxpipe.core.split.jaxpr import JOIN
 from jaxpipe.model.kernels import cudnn, grouped_fp8
+from jaxpipe.planning.cost.inlining import Equation, JaxprValue, bodies_of, bytes_of, inlined
 from jaxpipe.planning.cost.kernels import Attention, Operations, Product
 
 _PRODUCTS = ("dot_general", "ragged_dot", grouped_fp8.NAME)
@@ -21,7 +19,6 @@ _COLLECTIVES = ("all_gather", "all_to_all", "ppermute", "psum", "reduce_scatter"
 # Other equations that are kernels of their own, by the beginnings of their names.
 _KERNELS = (*_PRODUCTS, *_COLLECTIVES, "conv_general", "cum", "dot_product_attention",
             "pallas_call", "scatter", "sort", "top_k")  # fmt: skip
-_LOOPS = ("cond", "scan", "while")
 _RENAMES = ("copy", "expand_dims", "name", "optimization_barrier", "reshape", "squeeze",
             "stop_gradient")  # fmt: skip
 _SMALL = 2**16  # bytes of a value that a kernel reads beside others in no time
@@ -43,42 +40,18 @@ def operations_of(jaxpr: Jaxpr, iterations: float = 1, *, adds: bool = False) ->
     (120.0, 128.0, 4.0)
     """
     found = Operations()
-    steps = list(_inlined(jaxpr, {}, 0, count(1)))
+    steps = list(inlined(jaxpr))
     for step in steps:
-        if bodies := _bodies(step.eqn):
+        if bodies := bodies_of(step.eqn):
             found.add(_of_bodies(step.eqn, bodies, iterations))
-    results = {Value(var) for var in jaxpr.outvars if isinstance(var, Var)}
+    results = {JaxprValue(var) for var in jaxpr.outvars if isinstance(var, Var)}
     _count_kernels(steps, results, found, adds=adds)
     return found
 
 
-class Value(NamedTuple):
-    """A variable of a jaxpr in one of its calls; a jaxpr that is called twice has one of each."""
-
-    var: Var
-    call: int = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes of its array."""
-        return _size(self.var)
-
-
-class _Step(NamedTuple):
-    """An equation of a function whose calls are inlined, with its operands and results."""
-
-    eqn: JaxprEqn
-    reads: tuple[Value, ...]
-    makes: tuple[Value, ...]
-
-    @property
-    def name(self) -> str:
-        return self.eqn.primitive.name
-
-    @property
-    def is_kernel(self) -> bool:
-        """Whether its operands and results are in memory."""
-        return self.name.startswith(_KERNELS) or bool(_bodies(self.eqn))
+def _is_kernel(step: Equation) -> bool:
+    """Whether an equation's operands and results are in memory."""
+    return step.name.startswith(_KERNELS) or bool(bodies_of(step.eqn))
 
 
 def _of_bodies(eqn: JaxprEqn, bodies: list[Jaxpr], iterations: float) -> Operations:
@@ -95,19 +68,19 @@ def _of_bodies(eqn: JaxprEqn, bodies: list[Jaxpr], iterations: float) -> Operati
 
 
 def _count_kernels(
-    steps: list[_Step], results: set[Value], found: Operations, *, adds: bool
+    steps: list[Equation], results: set[JaxprValue], found: Operations, *, adds: bool
 ) -> None:
     """Add the kernels of the steps, except those of bodies."""
     same = _renamed(steps)
     named = lambda value: same.get(value, value)  # noqa: E731
     wanted = {named(value) for value in results}
     sums = wanted if adds else set()
-    stored = (step for step in steps if step.is_kernel or step.name == JOIN)
+    stored = (step for step in steps if _is_kernel(step) or step.name == JOIN)
     wanted = wanted | {named(value) for step in stored for value in step.reads}
-    sources: dict[Value, frozenset[Value]] = {}
-    fused: dict[frozenset[Value], int] = {}  # bytes that the kernel with these operands moves
+    sources: dict[JaxprValue, frozenset[JaxprValue]] = {}
+    fused: dict[frozenset[JaxprValue], int] = {}  # bytes that the kernel with these operands moves
     for step in steps:
-        if step.is_kernel:
+        if _is_kernel(step):
             added = sum(value.size for value in sums.intersection(step.makes))
             _count_kernel(step, added, found)
             continue
@@ -132,13 +105,13 @@ def _count_kernels(
     found.launches += len(fused)
 
 
-def _count_kernel(step: _Step, added: int, found: Operations) -> None:
+def _count_kernel(step: Equation, added: int, found: Operations) -> None:
     """Add an equation that is a kernel of its own, and reads `added` bytes of sums."""
     eqn, name = step.eqn, step.name
-    if name.startswith(_COLLECTIVES) or _bodies(eqn):
+    if name.startswith(_COLLECTIVES) or bodies_of(eqn):
         return
     found.launches += 1
-    moved = added + sum(map(_size, (*eqn.invars, *eqn.outvars)))
+    moved = added + sum(map(bytes_of, (*eqn.invars, *eqn.outvars)))
     shapes = tuple(var.aval.shape for var in eqn.invars)
     if name.startswith(_PRODUCTS):
         found.products[_product(eqn, moved)] += 1
@@ -146,7 +119,7 @@ def _count_kernel(step: _Step, added: int, found: Operations) -> None:
         keys, width = shapes[1][1], shapes[0][-1]
         found.attentions[Attention(keys, width, flops, cudnn.is_gradient(name))] += 1
     elif name.startswith("scatter"):  # in place
-        found.moved += 3 * _size(eqn.invars[2])
+        found.moved += 3 * bytes_of(eqn.invars[2])
     else:
         found.moved += moved
 
@@ -192,12 +165,12 @@ def _along_rows(eqn: JaxprEqn) -> bool:
     return sorted(axes) == list(range(rank - len(axes), rank)) and len(axes) < rank
 
 
-def _renamed(steps: list[_Step]) -> dict[Value, Value]:
+def _renamed(steps: list[Equation]) -> dict[JaxprValue, JaxprValue]:
     """What values of equations that copy nothing are other names of.
 
     A product also reads a transposed operand where it is, and may scale its result.
     """
-    same: dict[Value, Value] = {}
+    same: dict[JaxprValue, JaxprValue] = {}
     products = {value for step in steps if step.name.startswith(_PRODUCTS) for value in step.makes}
     for step in steps:
         first = step.reads and same.get(step.reads[0], step.reads[0])
@@ -218,46 +191,6 @@ def _renamed(steps: list[_Step]) -> dict[Value, Value]:
     return same | {new: old for new, old in transposed.items() if new not in others}
 
 
-def _is_scaled(step: _Step) -> bool:
+def _is_scaled(step: Equation) -> bool:
     """Whether a product of two values has the size of the first, and the second is one number."""
     return all(prod(var.aval.shape) == 1 for var in step.eqn.invars[1:])
-
-
-def _inlined(
-    jaxpr: Jaxpr, names: dict[Var, Value | Literal], call: int, calls: Iterator[int]
-) -> Iterator[_Step]:
-    """Yield the equations of a jaxpr, and those of its calls in their place.
-
-    Args:
-      names: what variables stand for that are not of this call.
-      call, calls: its number, and those of further calls.
-    """
-
-    def named(var: Any) -> Value | Literal:
-        return var if isinstance(var, Literal) else names.get(var, Value(var, call))
-
-    for eqn in jaxpr.eqns:
-        reads = tuple(map(named, eqn.invars))
-        if eqn.primitive.name in _LOOPS or not (bodies := _bodies(eqn)):
-            kept = tuple(value for value in reads if isinstance(value, Value))
-            yield _Step(eqn, kept, tuple(map(named, eqn.outvars)))
-            continue
-        (body,), number = bodies, next(calls)
-        inside = dict(zip(body.invars, reads))
-        yield from _inlined(body, inside, number, calls)
-        for result, of in zip(eqn.outvars, body.outvars):
-            names[result] = of if isinstance(of, Literal) else inside.get(of, Value(of, number))
-
-
-def _bodies(eqn: JaxprEqn) -> list[Jaxpr]:
-    return [
-        getattr(body, "jaxpr", body)
-        for value in eqn.params.values()
-        for body in (value if isinstance(value, tuple | list) else (value,))
-        if isinstance(body, ClosedJaxpr | Jaxpr)
-    ]
-
-
-def _size(var: Any) -> int:
-    aval = var.aval
-    return prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)

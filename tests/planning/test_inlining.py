@@ -1,0 +1,47 @@
+"""Calls are inlined alike for kernels and for bytes: a function in a call costs what it costs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpipe.planning.cost.inlining import inlined
+from jaxpipe.planning.cost.liveness import working_set
+from jaxpipe.planning.cost.operations import operations_of
+
+SQUARE = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+
+def layer(x, w):
+    return jnp.sin(jnp.tanh(x @ w) @ w)
+
+
+@jax.custom_vjp
+def custom(x, w):
+    return layer(x, w)
+
+
+custom.defvjp(lambda x, w: (layer(x, w), (x, w)), lambda saved, dy: (dy, dy))
+
+
+@pytest.mark.parametrize("call", [jax.jit, jax.checkpoint, lambda _: custom])
+def test_a_call_costs_what_its_body_costs(call):
+    plain, called = (
+        jax.make_jaxpr(lambda x, w, f=f: f(f(x, w), w) @ w)(SQUARE, SQUARE).jaxpr
+        for f in (layer, call(layer))
+    )
+    assert len(called.eqns) < len(plain.eqns)
+    assert [one.name for one in inlined(called)] == [one.name for one in inlined(plain)]
+    assert working_set(called) == working_set(plain)
+    assert operations_of(called) == operations_of(plain)
+
+
+def test_a_sum_of_two_numbers_is_no_call():
+    """A scatter has a jaxpr that adds an element: it is a kernel, which reads and writes rows."""
+    rows = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+
+    def scatter(table, rows):
+        return table.at[jnp.arange(8) * 2].add(rows)
+
+    traced = jax.make_jaxpr(scatter)(SQUARE, rows).jaxpr
+    assert "scatter-add" in [one.name for one in inlined(traced)]
+    assert operations_of(traced).moved >= 3 * 4 * 8 * 64
