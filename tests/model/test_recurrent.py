@@ -17,6 +17,7 @@ from jaxpipe.model.options import LayerParts
 from jaxpipe.model.recurrent.chunks import Tokens, linear_recurrence, unit_lower_inverse
 from jaxpipe.model.recurrent.convolution import causal_convolution
 from jaxpipe.model.recurrent.gated_delta import GatedDeltaNetwork, normalise
+from jaxpipe.model.recurrent.shards import summarise
 
 B, L, G, R, K, V = 2, 21, 2, 3, 4, 5
 
@@ -96,8 +97,9 @@ def test_slices_hand_on_their_state(channels):
     assert_same((jnp.concatenate(made, 1), state), (want, after))
 
 
+@pytest.mark.parametrize("summarises", [False, True])
 @pytest.mark.parametrize("channels", [False, True])
-def test_nothing_has_a_row_of_keys_or_a_state_for_every_token(channels):
+def test_nothing_has_a_row_of_keys_or_a_state_for_every_token(channels, summarises):
     """Neither F nor the gradient, at 4,096 tokens."""
     length, width, heads = 4096, 64, 2
     sizes = (1, length, heads, width), (1, length, heads, width), (1, length, heads, 1, width)
@@ -107,11 +109,13 @@ def test_nothing_has_a_row_of_keys_or_a_state_for_every_token(channels):
     state = jax.ShapeDtypeStruct((1, heads, 1, width, width), jnp.float32)
 
     def total(floats, state):
+        if summarises:
+            return summarise(Tokens(*floats), 64).sum()
         return linear_recurrence(Tokens(*floats), state, 64)[0].sum()
 
     largest = max(largest_values(jax.make_jaxpr(jax.grad(total))(floats, state).jaxpr))
     # The states at the starts of chunks, and what is as large.
-    assert largest == heads * length * width
+    assert largest == (1 + summarises) * heads * length * width
     assert largest < min(length**2, heads * length * width**2)
 
 

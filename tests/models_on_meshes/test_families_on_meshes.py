@@ -93,6 +93,19 @@ CASES = {
         {"ep": 2, "over_tp": True, "sequence": True, "zero_stage": 3,
          "reshard_after_forward": True, "remat": "ahead"},
     ),
+    "qwen3_next, loops": (
+        "packed_qwen3_next_runs", "zb_h1", (2, 2, 1),
+        {"unroll_layers": 1, "cp": 2, "ep": 2, "zero_stage": 2, "remat": "selective",
+         "poison_bubbles": True},
+    ),
+    "qwen3_next, loops, slices": (
+        "packed_qwen3_next_runs", "1f1b", (2, 2, 1),
+        {"unroll_layers": 1, "cp": 2, "slices": 2, "remat": "full", "poison_bubbles": True},
+    ),
+    "qwen3_next, loops, ZeRO 3": (
+        "packed_qwen3_next_runs", "1f1b", (2, 2, 1),
+        {"unroll_layers": 1, "zero_stage": 3, "reshard_after_forward": True, "slices": 2},
+    ),
     "gpt_oss, recomputed ahead": (
         "packed_gpt_oss",
         "1f1b",
@@ -133,15 +146,16 @@ def test_it_is_the_model_of_one_device(case, monkeypatch):
 
 
 def cases():
-    """Yield attention sinks, and latent attention with a prediction, under every schedule.
+    """Yield attention sinks, latent attention with a prediction, and hybrids under every schedule.
 
-    All else combines: packed documents, ring attention, slices where the schedule has them, tensor
-    with sequence parallelism, experts and ZeRO 3 over replicas. On 4 ranks, where 8 devices are too
-    few for tp and replicas, the two alternate.
+    All else combines: packed documents, ring attention or shards of a recurrence, slices where the
+    schedule has them, tensor with sequence parallelism, experts and ZeRO 3 over replicas. On 4
+    ranks, where 8 devices are too few for tp and replicas, the two alternate.
     """
-    models = "packed_gpt_oss", "packed_mixture_ahead"
+    models = "packed_gpt_oss", "packed_mixture_ahead", "packed_qwen3_next"
     for (m, model), (s, schedule), pp in product(enumerate(models), enumerate(BUILDERS), (2, 4)):
-        replicas = {"cp": 2, "heads": 1, "ep": 2, "zero_stage": 3, "reshard_after_forward": True}
+        replicas = {"cp": 2, "ep": 2, "zero_stage": 3, "reshard_after_forward": True}
+        replicas["heads"] = 0 if model == "packed_qwen3_next" else 1
         how = {"remat": list(POLICIES)[(s + m) % 3], "poison_bubbles": True}
         if FAMILIES[schedule].has_option("slices"):
             how["slices"] = 2
@@ -154,7 +168,7 @@ def cases():
 
 
 @pytest.mark.extended
-@pytest.mark.slow(unless=["packed_gpt_oss-v_min-2"])
+@pytest.mark.slow(unless=["packed_gpt_oss-v_min-2", "packed_qwen3_next-interleaved_zb-2"])
 @pytest.mark.parametrize(("model", "schedule", "mesh", "how"), [*cases()])
 def test_every_schedule(model, schedule, mesh, how):
     if build(schedule, pp=mesh[0], microbatches=8).stages == 8:

@@ -55,6 +55,9 @@ def test_halves_with_shared_experts(schedule, remat, halves):
         ),
         ("packed_latent", "1f1b", (2, 1, 2), OF_SEQUENCE | {"remat": "full", "sequence": True}),
         ("windowed", "1f1b", (2, 1, 2), OF_SEQUENCE | {"remat": "ahead", "sequence": True}),
+        ("packed_qwen3_next", "1f1b", (2, 2, 1), {"cp": 2, "slices": 2}),
+        ("qwen3_next", "zb_h1", (2, 1, 2), OF_SEQUENCE | {"remat": "selective", "sequence": True}),
+        ("packed_qwen3_next", "zbv", (2, 1, 2), OF_SEQUENCE),
     ],
     ids=[
         "slices",
@@ -64,6 +67,9 @@ def test_halves_with_shared_experts(schedule, remat, halves):
         "of a sequence, gathered in every action",
         "of latents of a sequence",
         "of a sequence, recomputed ahead",
+        "states of shards of slices",
+        "states of a sequence",
+        "states of packed documents",
     ],
 )
 def test_halves_with_other_mechanisms(model, schedule, mesh, how):

@@ -100,6 +100,8 @@ MODELS = {
     "kimi_linear": KimiLinearConfig(**KIMI),
     "packed_kimi_linear": KimiLinearConfig(**KIMI),
     "packed_kimi_linear_deep": KimiLinearConfig(**KIMI | {"n_layers": 8}),
+    # Stages of three layers of a kind in a row, and one of another.
+    "packed_qwen3_next_runs": Qwen3NextConfig(**HYBRID | {"n_layers": 8, "attention_every": 4}),
     "glm4": Glm4Config(**SIZES, n_kv_heads=1, qkv_bias=True),
     "dropping": LlamaConfig(**SIZES, n_kv_heads=2, dropout=0.3, attention_dropout=0.2),
     "gpt2_dropping": GPT2Config(**SIZES, max_seq_len=11, dropout=0.2, attention_dropout=0.3),
@@ -278,7 +280,7 @@ def pipeline_of(
         built, lockstep = recompute_ahead(built, Costs(R=1.0), replace(lockstep, pairs=False))
         execution["remat"] = "full"
     counts, kinds = (len(layers) // built.stages,) * built.stages, MODELS[model].layer_kinds
-    layout = StageLayout(counts, built.placement, kinds)
+    layout = StageLayout(counts, built.placement, kinds, execution.get("unroll_layers"))
     devices = TensorParallel(tp, sequence) if tp > 1 else ONE_DEVICE
     factors = ReplicaFactors(rp=replicate, ep=ep)
     mesh = make_mesh(pp, dp, tp, devices=jax.devices()[: pp * dp * tp], factors=factors)

@@ -22,6 +22,8 @@ from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.families.gpt2.decoder import GPT2
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama.decoder import LlamaDecoder
+from jaxpipe.model.families.qwen3_5 import Qwen35Config
+from jaxpipe.model.families.qwen3_next.decoder import HybridDecoder
 from jaxpipe.model.kernels.grouped_fp8 import GroupedFp8
 from jaxpipe.model.layers.fp8 import Fp8
 from jaxpipe.model.layers.lora import Adapters, LoraDecoder
@@ -45,6 +47,11 @@ LATENT = DeepseekDecoder, DeepseekConfig(
     qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, n_experts=4, experts_per_token=2,
     d_expert=16, shared_experts=1, first_dense_layers=1, capacity_factor=1.25, mtp_depth=1,
 )  # fmt: skip
+# Layers with attention and with gated delta networks, in turn.
+HYBRID = HybridDecoder, Qwen35Config(
+    **SIZES, n_kv_heads=2, head_dim=16, attention_every=2, delta_key_heads=2, delta_value_heads=4,
+    delta_key_dim=16, delta_value_dim=16, delta_chunk=4,
+)  # fmt: skip
 GPT = GPT2, GPT2Config(**SIZES, max_seq_len=16)
 
 
@@ -55,7 +62,8 @@ def adapted(config, sharing, ops):
 
 MODELS = {
     "llama": LLAMA, "grouped": GROUPED, "slots": SLOTS, "latent": LATENT,
-    "gpt2": GPT, "adapters": (adapted, LLAMA[1]), "slots with adapters": (adapted, SLOTS[1]),
+    "hybrid": HYBRID, "gpt2": GPT, "adapters": (adapted, LLAMA[1]),
+    "slots with adapters": (adapted, SLOTS[1]),
     "grouped with adapters": (adapted, GROUPED[1]),
 }  # fmt: skip
 
@@ -90,7 +98,7 @@ def wanted(model, history, microbatches):
 
 
 @pytest.mark.extended
-@pytest.mark.slow(unless=["llama-0-zb_h1-*", "adapters-4-*", "grouped-4-zb_h1-*"])
+@pytest.mark.slow(unless=["llama-0-zb_h1-*", "adapters-4-*", "grouped-4-zb_h1-*", "hybrid-0-*"])
 @pytest.mark.parametrize(
     ("model", "history", "name", "mesh", "sequence", "execution"),
     [
@@ -114,6 +122,8 @@ def wanted(model, history, microbatches):
         ("grouped with adapters", 4, "1f1b", (2, 2, 1, 2), False, {"remat": "full"}),
         ("latent", 4, "zb_h1", (2, 2, 1, 2), False, {"zero_stage": 2}),
         ("latent", 4, "dualpipe", (2, 2, 1, 2), False, {"remat": "full"}),
+        ("hybrid", 4, "zb_h1", (2, 2, 2), True, {"remat": "selective", "zero_stage": 2}),
+        ("hybrid", 0, "1f1b", (2, 1, 2), False, {"remat": "full"}),
     ],
 )
 def test_a_step_is_that_of_one_device(model, history, name, mesh, sequence, execution):

@@ -53,6 +53,12 @@ OTHERS = {
         "experts_per_token = 2\nnum_hash_layers = 1\nrope_original_positions = 64",
         ("parallel.tp=2", "parallel.schedule=zb_h1", "parallel.zero_stage=3"),
     ),
+    "qwen3_next": (
+        "family = 'qwen3_next'\nn_kv_heads = 2\nhead_dim = 16\nattention_every = 2\n"
+        "n_experts = 4\nexperts_per_token = 2\nd_expert = 32\ndelta_key_heads = 4\n"
+        "delta_value_heads = 8\ndelta_key_dim = 16\ndelta_value_dim = 16\ndelta_chunk = 16",
+        ("parallel.cp=2", "parallel.ep=2", "parallel.slices=2", "data.packing=best_fit"),
+    ),
     "llama4": (
         "family = 'llama4'\nn_kv_heads = 4\nattention_chunk = 16\ntemperature_floor = 16\n"
         "nope_every = 2\nn_experts = 4\nexperts_per_token = 1",
