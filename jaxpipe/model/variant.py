@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-Gate = Literal["silu", "gelu_tanh", "clamped", "limited"]
+Gate = Literal["silu", "gelu_tanh", "clamped", "limited", "relu2"]
 
 
 class Variant(NamedTuple):

@@ -19,6 +19,7 @@ from jaxpipe.model.families.gpt_oss.config import GptOssConfig
 from jaxpipe.model.families.kimi_linear.config import KimiLinearConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.minimax_m2 import MiniMaxM2Config
+from jaxpipe.model.families.nemotron_h.config import NemotronHConfig
 from jaxpipe.model.families.olmo2 import Olmo2Config
 from jaxpipe.model.families.olmo3 import Olmo3Config
 from jaxpipe.model.families.phi3 import Phi3Config
@@ -33,6 +34,10 @@ SIZES = {"n_layers": 3, "d_model": 48, "n_heads": 6, "n_kv_heads": 2, "d_ff": 80
 DELTA = {
     "head_dim": 16, "attention_every": 2, "delta_key_heads": 2, "delta_value_heads": 4,
     "delta_key_dim": 16, "delta_value_dim": 12,
+}  # fmt: skip
+MAMBA = {
+    "head_dim": 16, "mamba_heads": 6, "mamba_head_dim": 10, "mamba_groups": 2, "mamba_state": 12,
+    "mamba_taps": 3, "mamba_chunk": 8,
 }  # fmt: skip
 MODELS = {
     "llama": LlamaConfig(**SIZES, rope_theta=10000.0),
@@ -107,6 +112,11 @@ MODELS = {
         qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12, attention_every=3, delta_heads=2,
         delta_head_dim=12, n_experts=8, experts_per_token=3, d_expert=24, shared_experts=2,
         router_scale=2.5,
+    ),
+    "nemotron_h": NemotronHConfig(**SIZES | {"n_layers": 5}, **MAMBA, layer_pattern="M-*"),
+    "nemotron_h_moe": NemotronHConfig(
+        **SIZES, **MAMBA, layer_pattern="ME*", n_experts=8, experts_per_token=3, d_expert=24,
+        shared_experts=2, router_score="sigmoid", router_bias=True, router_scale=2.5,
     ),
     "mixtral": LlamaConfig(**SIZES, head_dim=14, n_experts=6, experts_per_token=2, rope_theta=1e6),
 }  # fmt: skip

@@ -117,6 +117,8 @@ PARAMETERS = {
     "glm5": 743_911_199_232,
     "kimi_k2": 1_026_408_232_448 - 60 * 384,
     "kimi_linear_48b_a3b": 49_122_675_072,  # without the biases of its routers, 26 * 256
+    "nemotron_h_8b": 8_100_852_736,
+    "nemotron_3_nano_30b_a3b": 31_577_937_344,
     "deepseek_v4_flash": 284_332_230_231,  # without the layer that predicts a further token
     "gpt2": 124_439_808,
     "gpt2_medium": 354_823_168,
@@ -146,6 +148,7 @@ ACTIVE = {
     "glm5": 41_784_709_632,
     "kimi_k2": 32_861_477_888,
     "kimi_linear_48b_a3b": 3_484_453_248,
+    "nemotron_3_nano_30b_a3b": 3_580_073_408,
     "deepseek_v4_flash": 13_799_622_231,
 }
 

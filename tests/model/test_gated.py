@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.model.layers.gated import gated
+from jaxpipe.model.layers.gated import gated, hidden_products
 
 
 def test_a_clamped_gate_is_gpt_oss_s():
@@ -38,3 +38,9 @@ def test_the_tanh_form_of_gelu():
     want = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) * 2
     with jax.enable_x64(True):
         np.testing.assert_allclose(gated("gelu_tanh", jnp.array(x), 2.0), want, rtol=1e-12)
+
+
+def test_the_square_of_relu_has_no_gate():
+    x = np.linspace(-3, 3, 7)
+    assert hidden_products("relu2") == ("up",)
+    np.testing.assert_array_equal(gated("relu2", jnp.array(x)), np.maximum(x, 0) ** 2)

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_same
-from meshes import HYBRID
+from flax import nnx
+from meshes import HYBRID, MODELS
+from msgspec.structs import replace
 from oracles import recurrence
 
 from jaxpipe.model.families.qwen3_next.config import Qwen3NextConfig
@@ -17,6 +19,7 @@ from jaxpipe.model.options import LayerParts
 from jaxpipe.model.recurrent.chunks import Tokens, linear_recurrence, unit_lower_inverse
 from jaxpipe.model.recurrent.convolution import causal_convolution
 from jaxpipe.model.recurrent.gated_delta import GatedDeltaNetwork, normalise
+from jaxpipe.model.recurrent.mamba2 import Mamba2
 from jaxpipe.model.recurrent.shards import summarise
 
 B, L, G, R, K, V = 2, 21, 2, 3, 4, 5
@@ -158,19 +161,43 @@ def test_a_convolution_reads_no_other_document_and_no_later_token():
     assert_same((one, tail), (want[:, :1], window[:, 1:4]))  # a slice shorter than the taps
 
 
-def test_documents_have_no_gradient_at_each_other():
-    config = Qwen3NextConfig(**HYBRID)
-    network = GatedDeltaNetwork(config, LayerParts(), init_from(jax.random.key(0)))
-    positions = jnp.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+MIXERS = {
+    GatedDeltaNetwork: Qwen3NextConfig(**HYBRID),
+    Mamba2: MODELS["nemotron_h"],
+}
+
+
+@pytest.mark.parametrize("mixer", MIXERS, ids=lambda mixer: mixer.NAME)
+def test_documents_have_no_gradient_at_each_other(mixer):
+    config = MIXERS[mixer]
+    network = mixer(config, LayerParts(), init_from(jax.random.key(0)))
+    positions = jnp.array([[0, 1, 2, 3, 4, 0, 1, 2, 3]])  # the second begins within a chunk
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 9, config.d_model)))
     given = LayerInputs(documents=RowDocuments(jnp.zeros_like(positions), positions))
 
     def of_second(x):
-        made = network(x, positions, given)[0][:, 4:]
+        made = network(x, positions, given)[0][:, 5:]
         return (made**2).sum(), made
 
     gradient, made = jax.jit(jax.grad(of_second, has_aux=True))(x)
-    assert (gradient[:, :4] == 0).all()
-    assert (gradient[:, 4:] != 0).all()
-    alone = jax.jit(lambda x: network(x, positions[:, 4:], LayerInputs())[0])(x[:, 4:])
+    assert (gradient[:, :5] == 0).all()
+    assert (gradient[:, 5:] != 0).all()
+    alone = jax.jit(lambda x: network(x, positions[:, 5:], LayerInputs())[0])(x[:, 5:])
     assert_same(made, alone)
+
+
+def test_a_mamba_2_is_the_formula_of_its_layer():
+    """Token by token, with biases, steps that are raised, groups of heads, and skips."""
+    config = replace(MODELS["nemotron_h"], mamba_step_min=0.02)
+    network = Mamba2(config, LayerParts(), init_from(jax.random.key(0)))
+    rng, names = np.random.default_rng(0), ("conv_x_bias", "conv_b_bias", "conv_c_bias", "skip")
+    for name in (*names, "norm_scale"):
+        vector = getattr(network, name)
+        vector.set_value(jnp.asarray(rng.normal(size=vector[...].shape)))
+    x = rng.normal(size=(7, config.d_model))
+    weights = nnx.to_pure_dict(nnx.state(network))
+    weights = jax.tree.map(lambda weight: np.asarray(weight, float), weights)
+    want, steps = recurrence.mamba_2(weights, x, config)
+    assert (steps == config.mamba_step_min).any()
+    assert (steps > config.mamba_step_min).any()
+    assert_same(network(jnp.asarray(x)[None], None, LayerInputs())[0][0], want)

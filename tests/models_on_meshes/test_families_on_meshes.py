@@ -106,6 +106,25 @@ CASES = {
         "packed_qwen3_next_runs", "1f1b", (2, 2, 1),
         {"unroll_layers": 1, "zero_stage": 3, "reshard_after_forward": True, "slices": 2},
     ),
+    "nemotron_h": ("nemotron_h", "zb_h1", (2, 1, 2), {"sequence": True}),
+    "nemotron_h, slices": ("nemotron_h", "zb_h1", (2, 1, 2), {"slices": 4, "remat": "full"}),
+    "nemotron_h, packed slices": (
+        "packed_nemotron_h", "zb_h1", (2, 2, 1), {"slices": 2, "remat": "selective", "ep": 2},
+    ),
+    "nemotron_h, exchanged heads": ("nemotron_h", "zbv", (2, 2, 1), {"cp": 2, "heads": 2}),
+    "nemotron_h, all": (
+        "packed_nemotron_h", "1f1b", (2, 2, 2),
+        {"cp": 2, "heads": 2, "slices": 2, "remat": "full", "sequence": True, "zero_stage": 3,
+         "ep": 2, "poison_bubbles": True},
+    ),
+    "nemotron_h, shards of slices": (
+        "packed_nemotron_h", "1f1b", (1, 4, 2),
+        {"cp": 4, "slices": 2, "remat": "full", "ep": 2},
+    ),
+    "nemotron_h, recomputed ahead": (
+        "packed_nemotron_h", "dualpipev", (2, 2, 1),
+        {"ep": 2, "zero_stage": 3, "remat": "ahead"},
+    ),
     "gpt_oss, recomputed ahead": (
         "packed_gpt_oss",
         "1f1b",
@@ -128,6 +147,7 @@ FEW = [
     "qwen3_next, exchanged heads",
     "qwen3_next, packed shards",
     "kimi_linear",
+    "nemotron_h, recomputed ahead",
     "gpt_oss, recomputed ahead",
     "deepseek, recomputed ahead",
 ]

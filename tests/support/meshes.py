@@ -37,6 +37,7 @@ from jaxpipe.model.families.kimi_linear.config import KimiLinearConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama4.config import Llama4Config
 from jaxpipe.model.families.minimax_m2 import MiniMaxM2Config
+from jaxpipe.model.families.nemotron_h.config import NemotronHConfig
 from jaxpipe.model.families.olmo2 import Olmo2Config
 from jaxpipe.model.families.olmo3 import Olmo3Config
 from jaxpipe.model.families.qwen3_next.config import Qwen3NextConfig
@@ -60,6 +61,11 @@ HYBRID = SIZES | MIXTURE | {
     "n_kv_heads": 2, "head_dim": 8, "d_expert": 12, "attention_every": 2, "delta_key_heads": 4,
     "delta_value_heads": 8, "delta_key_dim": 6, "delta_value_dim": 5, "delta_taps": 3,
     "delta_chunk": 2,
+}  # fmt: skip
+# Of Mamba-2, whose chunks end within a row and within slices.
+MAMBA = {
+    "n_kv_heads": 2, "head_dim": 8, "mamba_heads": 8, "mamba_head_dim": 5, "mamba_groups": 4,
+    "mamba_state": 6, "mamba_taps": 3, "mamba_chunk": 3,
 }  # fmt: skip
 LATENT = {
     "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
@@ -102,6 +108,10 @@ MODELS = {
     "packed_kimi_linear_deep": KimiLinearConfig(**KIMI | {"n_layers": 8}),
     # Stages of three layers of a kind in a row, and one of another.
     "packed_qwen3_next_runs": Qwen3NextConfig(**HYBRID | {"n_layers": 8, "attention_every": 4}),
+    "nemotron_h": NemotronHConfig(**SIZES, **MAMBA, layer_pattern="M-M*"),
+    "packed_nemotron_h": NemotronHConfig(
+        **SIZES, **MAMBA, **MIXTURE, layer_pattern="MEM*", d_expert=12, shared_experts=1
+    ),
     "glm4": Glm4Config(**SIZES, n_kv_heads=1, qkv_bias=True),
     "dropping": LlamaConfig(**SIZES, n_kv_heads=2, dropout=0.3, attention_dropout=0.2),
     "gpt2_dropping": GPT2Config(**SIZES, max_seq_len=11, dropout=0.2, attention_dropout=0.3),

@@ -87,6 +87,7 @@ _EXPERT_NAMES = {
         ("mixtral", "minimax_m2", "kimi_linear"), ("block_sparse_moe", ("w1", "w3", "w2"))
     ),
     "deepseek_v4": ("ffn", ("w1", "w3", "w2")),
+    "nemotron_h": ("mlp", (None, "up_proj", "down_proj")),
 }
 # Names of DeepSeek-V4's own files, of which transformers renames these parts.
 _DEEPSEEK_V4 = (
@@ -105,7 +106,10 @@ _KIMI_LINEAR = (
     ("forget_gate.", ""),
     *((f"block_sparse_moe.{one}_proj", f"mlp.{one}_proj") for one in ("gate", "up", "down")),
 )
-_RENAMED = {"deepseek_v4": _DEEPSEEK_V4, "kimi_linear": _KIMI_LINEAR}
+_RENAMED = {
+    "deepseek_v4": _DEEPSEEK_V4, "kimi_linear": _KIMI_LINEAR,
+    "nemotron_h": (("model.", "backbone."),),
+}  # fmt: skip
 
 
 def _own_name(name, family):
@@ -125,10 +129,10 @@ def published(tensors, family):
             names = (place.replace("conv1d", f"{one}_conv1d") for one in "qkv")
             found |= dict(zip(names, np.split(tensor, 3)))
             continue
-        separate = gate and kind in ("gate_up_proj", "down_proj")
-        for e, both in enumerate(tensor if separate else ()):
-            names, parts = ((down,), (both,)) if kind == "down_proj" else ((gate, up), halves(both))
-            for part, array in zip(names, parts):
+        names = {"gate_up_proj": (gate, up), "up_proj": (up,), "down_proj": (down,)}.get(kind)
+        separate = down and names
+        for e, every in enumerate(tensor if separate else ()):
+            for part, array in zip(names, np.split(every, len(names))):
                 found[_own_name(f"{place}{fused}{e}.{part}.weight", family)] = array
         if not separate:
             found[_own_name(place + fused + kind, family)] = tensor
@@ -138,10 +142,6 @@ def published(tensors, family):
 def _has_convolutions(name, family):
     """Whether a tensor has the convolutions of queries, keys and values, which files separate."""
     return family == "kimi_linear" and name.endswith(".conv1d.weight")
-
-
-def halves(both):
-    return np.split(both, 2)
 
 
 def of_model(named, params, family):

@@ -181,6 +181,19 @@ RELATIVES = {
             "moe_intermediate_size": 6, "shared_expert_intermediate_size": 12,
         },
     ),
+    # One mixer, MLP or mixture a layer; chunks end within a row.
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 20,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
+            "hybrid_override_pattern": "M-*EM", "mamba_num_heads": 4, "mamba_head_dim": 6,
+            "n_groups": 2, "ssm_state_size": 5, "conv_kernel": 3, "chunk_size": 4,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6,
+            "moe_shared_expert_intermediate_size": 12, "routed_scaling_factor": 2.5,
+            "max_position_embeddings": 512, "pad_token_id": None,
+        },
+    ),
     "deepseek_v4": (
         "DeepseekV4",
         {

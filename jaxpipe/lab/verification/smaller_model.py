@@ -16,8 +16,9 @@ _WIDTHS = {  # of DeepSeek's attention, in which all differ
     "v_head_dim": 5, "o_lora_rank": 10, "index_n_heads": 8, "index_head_dim": 7, "csa_rate": 2,
     "hca_rate": 4,
 }  # fmt: skip
-_DELTA = {
-    "delta_key_dim": 6, "delta_value_dim": 5, "delta_head_dim": 6, "delta_taps": 4, "delta_chunk": 2
+_RECURRENT = {  # of delta networks, and of Mamba-2
+    "delta_key_dim": 6, "delta_value_dim": 5, "delta_head_dim": 6, "delta_taps": 4,
+    "delta_chunk": 2, "mamba_head_dim": 5, "mamba_state": 6, "mamba_taps": 4, "mamba_chunk": 3,
 }  # fmt: skip
 
 
@@ -64,15 +65,13 @@ def smaller_model(
     rotated = _WIDTHS["qk_rope_head_dim"] if hasattr(model, "qk_rope_head_dim") else _HEAD
     for name in ("rope_short_factors", "rope_long_factors"):
         sizes[name] = getattr(model, name, ())[: rotated // 2]
-    widths = _WIDTHS | _DELTA
+    widths = _WIDTHS | _RECURRENT
     sizes |= {name: min(getattr(model, name, 0), width) for name, width in widths.items()}
-    if hasattr(model, "delta_key_heads"):
-        # In arrays of two values XLA on CPU computes Adam's powers, of float32, otherwise.
-        keys = 4 * after.tp * after.cp
-        shared = min(model.delta_value_heads // model.delta_key_heads, 2)
-        sizes |= {
-            "delta_heads": keys, "delta_key_heads": keys, "delta_value_heads": keys * shared
-        }  # fmt: skip
+    sizes |= _recurrent_heads(model, after)
+    if hasattr(model, "layer_pattern"):
+        letters = dict(zip(model.resolved().layer_pattern, model.layer_kinds))
+        of_kinds = (letter * loops.layers.get(kind, 1) for letter, kind in letters.items())
+        sizes["layer_pattern"] = "".join(of_kinds)
     sizes |= _experts(model, after, loops) if model.routed_experts else {}
     return replace(model, **{k: v for k, v in sizes.items() if k in model.__struct_fields__})
 
@@ -87,6 +86,19 @@ def least_layers(
         if smaller.pipeline_layers == layers and set(smaller.layer_kinds) == kinds:
             return layers
     return most
+
+
+def _recurrent_heads(model: ModelConfig, after: ParallelConfig) -> dict[str, int]:
+    """Numbers of heads of delta networks and of Mamba-2, by settings of which a model has some."""
+    # In arrays of two values XLA on CPU computes Adam's powers, of float32, otherwise.
+    groups = 4 * after.tp * after.cp
+    sizes = {"delta_heads": groups}
+    of_delta, of_mamba = ("delta_key_heads", "delta_value_heads"), ("mamba_groups", "mamba_heads")
+    for of_group, of_head in of_delta, of_mamba:
+        if hasattr(model, of_group):
+            shared = min(getattr(model, of_head) // getattr(model, of_group), 2)
+            sizes |= {of_group: groups, of_head: groups * shared}
+    return sizes
 
 
 def _head_counts(

@@ -13,6 +13,7 @@ from jaxpipe.model.families.kimi_linear.config import KIMI_LINEAR
 from jaxpipe.model.families.llama.architectures import LLAMA
 from jaxpipe.model.families.llama4.config import LLAMA4
 from jaxpipe.model.families.minimax_m2 import MINIMAX_M2
+from jaxpipe.model.families.nemotron_h.config import NEMOTRON_H
 from jaxpipe.model.families.olmo2 import OLMO2
 from jaxpipe.model.families.olmo3 import OLMO3
 from jaxpipe.model.families.phi3 import PHI3
@@ -24,7 +25,8 @@ FAMILIES = {
     family.name: family
     for family in (
         LLAMA, GEMMA3, GPT_OSS, LLAMA4, OLMO2, OLMO3, GLM4, PHI3, GLM4_MOE, MINIMAX_M2, SEED_OSS,
-        EXAONE4, ERNIE4_5_MOE, QWEN3_NEXT, QWEN3_5, DEEPSEEK, DEEPSEEK_V4, KIMI_LINEAR, GPT2,
+        EXAONE4, ERNIE4_5_MOE, QWEN3_NEXT, QWEN3_5, NEMOTRON_H, DEEPSEEK, DEEPSEEK_V4,
+        KIMI_LINEAR, GPT2,
     )
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The gated units of an MLP or an expert: how its two hidden products become one."""
+"""The hidden units of an MLP or an expert: what its hidden products become."""
 
 from collections.abc import Callable
 
@@ -11,16 +11,22 @@ CLAMP, SLOPE = 7.0, 1.702  # of the clamped gate
 LIMIT = 10.0  # of the limited gate
 
 
-def gated(kind: Gate, gate: jax.Array, up: jax.Array) -> jax.Array:
+def hidden_products(kind: Gate) -> tuple[str, ...]:
+    """Return the names of the products whose results `gated` takes, in their order."""
+    return ("up",) if kind == "relu2" else ("gate", "up")
+
+
+def gated(kind: Gate, *products: jax.Array) -> jax.Array:
     """Return a(gate) * up, where a is SiLU (SwiGLU) or the tanh form of GELU (GEGLU).
 
     `clamped` is gpt-oss's: SiLU with another slope, of a gate up to `CLAMP`, times up + 1, with up
     between -`CLAMP` and `CLAMP`. `limited` is DeepSeek-V4's: SiLU of a gate up to `LIMIT`, times up
-    between -`LIMIT` and `LIMIT`.
+    between -`LIMIT` and `LIMIT`. `relu2` has no gate: it is the square of ReLU of up (So et al.
+    2021, "Primer", arXiv 2109.08668).
 
     Source: Shazeer 2020, "GLU variants improve transformer".
     """
-    return _GATES[kind](gate, up)
+    return _GATES[kind](*products)
 
 
 def _clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -28,9 +34,10 @@ def _clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate * jax.nn.sigmoid(SLOPE * gate) * (up + 1)
 
 
-_GATES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+_GATES: dict[str, Callable[..., jax.Array]] = {
     "silu": lambda gate, up: jax.nn.silu(gate) * up,
     "gelu_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
     "clamped": _clamped,
     "limited": lambda gate, up: jax.nn.silu(jnp.minimum(gate, LIMIT)) * jnp.clip(up, -LIMIT, LIMIT),
+    "relu2": lambda up: jnp.square(jax.nn.relu(up)),
 }

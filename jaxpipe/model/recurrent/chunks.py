@@ -66,7 +66,8 @@ def linear_recurrence(
     Args:
       tokens: what it reads of the tokens.
       state_BGRKV: the state before the first token, in the dtype of all sums.
-      chunk: C, a power of two. Results depend on it by rounding alone. L need not be a multiple.
+      chunk: C, with a rate a power of two; L need not be a multiple. Results depend on it by
+        rounding alone.
     """
     return jax.checkpoint(_in_chunks, static_argnums=2)(tokens, state_BGRKV, chunk)
 

@@ -36,14 +36,18 @@ class HeadDecays(NamedTuple):
         total = jnp.cumsum(decay, axis=-2)
         size = total.shape[-2]
         seen = jnp.tri(size, dtype=bool).reshape(*(1,) * (total.ndim - 2), size, size)
-        enters, leaves = jnp.exp(total), jnp.exp(total[..., -1:, :] - total)
-        if starts is not None:
-            number = jnp.cumsum(starts, axis=-2)  # of starts so far in the chunk
+        number = None if starts is None else jnp.cumsum(starts, axis=-2)  # of starts so far
+        if number is not None:
             seen = seen & (number == number.mT)
+            # The gradient of a cumulative sum would be 0 at other documents up to rounding alone.
+            total = seen.astype(decay.dtype) @ decay
+        enters, until_end = jnp.exp(total), total[..., -1:, :] - total
+        if number is None:
+            leaves = jnp.exp(until_end)
+        else:
+            leaves = _exp_where(number == number[..., -1:, :], until_end)
             enters = jnp.where(number == 0, enters, 0)
-            leaves = jnp.where(number == number[..., -1:, :], leaves, 0)
-        # Of pairs that are not seen the difference may be large, and its exponential infinite.
-        pairs = jnp.where(seen, jnp.exp(jnp.where(seen, total - total.mT, 0)), 0)
+        pairs = _exp_where(seen, total - total.mT)
         return cls(pairs, enters, leaves, enters[..., -1:, :])
 
     def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
@@ -136,6 +140,11 @@ class ChannelDecays(NamedTuple):
     def outputs(self, q: jax.Array, before: jax.Array) -> jax.Array:
         """What queries read of the state before the chunk, `[N, B, G, R, C, V]`."""
         return (self.enters * q) @ before
+
+
+def _exp_where(seen: jax.Array, x: jax.Array) -> jax.Array:
+    """The exponentials of what is seen, and 0; what is not may be large, and its own infinite."""
+    return jnp.where(seen, jnp.exp(jnp.where(seen, x, 0)), 0)
 
 
 def _pairs_of_blocks(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -14,6 +14,7 @@ from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.kimi_linear.config import KimiLinearConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama4.config import Llama4Config
+from jaxpipe.model.families.nemotron_h.config import NemotronHConfig
 from jaxpipe.model.families.qwen3_next.config import Qwen3NextConfig
 from jaxpipe.model.family import ModelConfig
 from jaxpipe.model.layers.moe.config import MixtureConfig
@@ -43,6 +44,8 @@ RULES: tuple[Callable[..., object], ...] = (
     Qwen3NextConfig.unmet_by_attention,
     KimiLinearConfig.broken_rules,
     KimiLinearConfig.unmet_by_attention,
+    NemotronHConfig.broken_rules,
+    NemotronHConfig.unmet_by_attention,
     RotaryConfig.broken_rotary_rules,
     *size_checks.CHECKS,
     *device_checks.CHECKS,

@@ -21,7 +21,7 @@ from jaxpipe.model.attention.causal import append_cache
 from jaxpipe.model.attention.keys import Cache, Keys
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.kernels.cudnn_packed import RowDocuments
-from jaxpipe.model.layers.gated import gated
+from jaxpipe.model.layers.gated import gated, hidden_products
 from jaxpipe.model.layers.hyper_connection import Add, Residual, plain_residual
 from jaxpipe.model.layers.moe.config import is_sparse
 from jaxpipe.model.layers.moe.layer import MixtureOfExperts
@@ -139,13 +139,14 @@ class LlamaAttention(nnx.Module):
 
 
 class LlamaMLP(nnx.Module):
-    """A gated MLP: with SwiGLU down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+    """An MLP, most often gated: with SwiGLU down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
     def __init__(self, name: str, width: int, config: RotaryConfig, parts: LayerParts, init: Init):
         d, f = config.d_model, width
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
-        self.w_gate = init(f"{name}/w_gate", (d, f), 0.02, parts.cut(1))
-        self.w_up = init(f"{name}/w_up", (d, f), 0.02, parts.cut(1))
+        self.hidden = tuple(f"w_{one}" for one in hidden_products(config.VARIANT.gate))
+        for weight in self.hidden:
+            setattr(self, weight, init(f"{name}/{weight}", (d, f), 0.02, parts.cut(1)))
         self.w_down = init(f"{name}/w_down", (f, d), out_std, parts.cut(0))
         self.gate, self.devices = config.VARIANT.gate, parts.devices
 
@@ -155,8 +156,8 @@ class LlamaMLP(nnx.Module):
 
     def of_whole(self, x_BLD: jax.Array, dot: Dot) -> jax.Array:
         """The same for x on which `enter` was called; returns a partial sum for `leave`."""
-        gate_BLF, up_BLF = dot(x_BLD, w_gate=self.w_gate[...], w_up=self.w_up[...])
-        (down_BLD,) = dot(gated(self.gate, gate_BLF, up_BLF), w_down=self.w_down[...])
+        products = dot(x_BLD, **{weight: getattr(self, weight)[...] for weight in self.hidden})
+        (down_BLD,) = dot(gated(self.gate, *products), w_down=self.w_down[...])
         return down_BLD
 
 

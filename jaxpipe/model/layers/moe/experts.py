@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpipe.core.contract.experts import AllExperts
 from jaxpipe.core.contract.layer import PRODUCT
 from jaxpipe.core.contract.parameter import EP, TP, ParamSpec
-from jaxpipe.model.layers.gated import gated
+from jaxpipe.model.layers.gated import gated, hidden_products
 from jaxpipe.model.layers.moe.config import MixtureConfig
 from jaxpipe.model.layers.moe.dispatch import (
     assign_equally,
@@ -41,7 +41,7 @@ PRODUCTS = "expert_gate", "expert_up", "expert_down"  # names under which `dot` 
 
 
 class Experts(nnx.Module):
-    """Gated experts, as SwiGLU's down(silu(gate(x)) * up(x)); matrices are `[E, in, out]`.
+    """Experts, as SwiGLU's down(silu(gate(x)) * up(x)); matrices are `[E, in, out]`.
 
     Devices along tp share the width of each expert, or have different experts
     (`AllExperts.over_tp`). Experts may have biases, `[E, out]`; devices that share one add up that
@@ -56,23 +56,26 @@ class Experts(nnx.Module):
         outputs, inputs = (
             ParamSpec(sharded=((EP, 0), (TP, 0 if are_whole else dim))) for dim in (2, 1)
         )
-        self.w_gate = init("experts/w_gate", (e, d, f), 0.02, outputs)
-        self.w_up = init("experts/w_up", (e, d, f), 0.02, outputs)
+        self.hidden = hidden_products(variant.gate)
+        for name in self.hidden:
+            setattr(self, f"w_{name}", init(f"experts/w_{name}", (e, d, f), 0.02, outputs))
         self.w_down = init("experts/w_down", (e, f, d), out_std, inputs)
         if variant.has_expert_biases:
             summed = ParamSpec(sharded=((EP, 0),), partial_grad_axes=(TP,) if size > 1 else ())
-            self.b_gate = init("experts/b_gate", (e, f), 0.0, inputs)
-            self.b_up = init("experts/b_up", (e, f), 0.0, inputs)
+            for name in self.hidden:
+                setattr(self, f"b_{name}", init(f"experts/b_{name}", (e, f), 0.0, inputs))
             self.b_down = init("experts/b_down", (e, d), 0.0, inputs if are_whole else summed)
         self.variant, self.size = variant, size
 
     def __call__(self, x: jax.Array, weights: jax.Array, dot: Dot, own: Select) -> jax.Array:
         """Transform rows `[..., D]` times `weights [..., 1]`; a partial sum per device along tp."""
         x = x * weights if self.variant.weighs_inputs else x
-        gate, up = dot(x, expert_gate=self.w_gate[...], expert_up=self.w_up[...])
+        matrices = {f"expert_{name}": getattr(self, f"w_{name}")[...] for name in self.hidden}
+        products = dot(x, **matrices)
         if self.variant.has_expert_biases:
-            gate, up = gate + own(self.b_gate[...]), up + own(self.b_up[...])
-        hidden = gated(self.variant.gate, gate, up)
+            biases = (own(getattr(self, f"b_{name}")[...]) for name in self.hidden)
+            products = tuple(y + bias for y, bias in zip(products, biases))
+        hidden = gated(self.variant.gate, *products)
         hidden = hidden if self.variant.weighs_inputs else hidden * weights
         (down,) = dot(hidden, expert_down=self.w_down[...])
         if not self.variant.has_expert_biases:

@@ -1,0 +1,1 @@
+"""Nemotron-H: every layer has one of Mamba-2, attention, an MLP or experts."""
