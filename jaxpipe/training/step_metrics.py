@@ -145,10 +145,11 @@ def losses_of(
       `target_tokens`, the targets of each microbatch, `[M]`, which the host sums (`host_total`).
 
     Raises:
-      ValueError: a loss besides the first has one of `NAMES`.
+      ValueError: a loss besides the first has one of `NAMES`, but for `z_loss`, which is a loss.
     """
     for name in names[1:]:
-        _check_name(name, "the loss returns a metric")
+        if name != "z_loss":
+            _check_name(name, "the loss returns a metric")
     by_name = dict(zip(names, losses.T if losses.ndim > 1 else losses[None]))
     total = total_count(counts, losses.dtype)
     logged = {name: jnp.where(total > 0, shares.sum(), jnp.nan) for name, shares in by_name.items()}

@@ -119,7 +119,7 @@ def test_the_largest_loss_of_a_microbatch():
     assert metrics["loss_max"] > metrics["loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_second_loss_of_the_head_is_logged_beside_the_loss():
     """It is trained on, but the loss and the held-out loss are the cross-entropy alone."""
     tokens = np.random.default_rng(0).integers(0, 256, (4, 1, 32), np.int32)
