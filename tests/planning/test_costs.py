@@ -248,7 +248,10 @@ def weighted(logprobs, rows):
 def test_a_loss_of_log_probabilities_makes_logits_of_chunks_twice(loss):
     plain, chunked = (traced(model_of(), batch=4, chunks=n, loss=loss) for n in (1, 2))
     assert chunked.head.flops() == 4 / 3 * plain.head.flops()
-    assert chunked.head_bytes < 0.6 * plain.head_bytes
+    # As of the cross-entropy, the logits of one chunk are live, and the gradients of both.
+    cross_entropy = traced(model_of(), batch=4, chunks=2)
+    assert chunked.head_bytes == pytest.approx(cross_entropy.head_bytes, rel=0.01)
+    assert chunked.head_bytes < 0.8 * plain.head_bytes
 
 
 @pytest.mark.slow(only=["False-none", "True-none"])
