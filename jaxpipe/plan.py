@@ -244,10 +244,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if steps := arguments.fused_steps:
         found = [overlapped(one, steps) for one in found]
     usable = planned_bytes(memory)
-    advice = advise(
-        config, found, memory=usable, bubble=arguments.bubble,
-        hardware=None if arguments.fused_steps else hardware,
-    )  # fmt: skip
+    timed_by = None if arguments.fused_steps else hardware
+    advice = advise(config, found, memory=usable, bubble=arguments.bubble, hardware=timed_by)
     if rows and advice.best:
         best = next(one for one in found if one.label == advice.best)
         sentence = describe_packing(config, rows, best, DEVICES[arguments.device].flops)

@@ -33,29 +33,30 @@ MODELS = "a DeepSeek-V2, V3 or V3.2, or a GLM-5"
 BASE, PREFIX = "model.", "model.layers.{}."
 
 
-def _matrix(name: str) -> HuggingFaceTensor:
+def matrix(name: str) -> HuggingFaceTensor:
+    """The transposed weight of a linear map of that name."""
     return HuggingFaceTensor(f"{name}.weight", transposed=True)
 
 
 _BLOCK = {
     "attn_norm/scale": HuggingFaceTensor("input_layernorm.weight"),
-    "attn/wq": _matrix("self_attn.q_proj"),
-    "attn/wq_a": _matrix("self_attn.q_a_proj"),
+    "attn/wq": matrix("self_attn.q_proj"),
+    "attn/wq_a": matrix("self_attn.q_a_proj"),
     "attn/q_norm/scale": HuggingFaceTensor("self_attn.q_a_layernorm.weight"),
-    "attn/wq_b": _matrix("self_attn.q_b_proj"),
-    "attn/wkv_a": _matrix("self_attn.kv_a_proj_with_mqa"),
+    "attn/wq_b": matrix("self_attn.q_b_proj"),
+    "attn/wkv_a": matrix("self_attn.kv_a_proj_with_mqa"),
     "attn/kv_norm/scale": HuggingFaceTensor("self_attn.kv_a_layernorm.weight"),
-    "attn/wkv_b": _matrix("self_attn.kv_b_proj"),
-    "attn/wo": _matrix("self_attn.o_proj"),
-    "attn/indexer/wq": _matrix("self_attn.indexer.wq_b"),
-    "attn/indexer/wk": _matrix("self_attn.indexer.wk"),
+    "attn/wkv_b": matrix("self_attn.kv_b_proj"),
+    "attn/wo": matrix("self_attn.o_proj"),
+    "attn/indexer/wq": matrix("self_attn.indexer.wq_b"),
+    "attn/indexer/wk": matrix("self_attn.indexer.wk"),
     "attn/indexer/k_norm/scale": HuggingFaceTensor("self_attn.indexer.k_norm.weight"),
     "attn/indexer/k_norm/bias": HuggingFaceTensor("self_attn.indexer.k_norm.bias"),
-    "attn/indexer/weights": _matrix("self_attn.indexer.weights_proj"),
+    "attn/indexer/weights": matrix("self_attn.indexer.weights_proj"),
     "mlp_norm/scale": HuggingFaceTensor("post_attention_layernorm.weight"),
-    "mlp/w_gate": _matrix("mlp.gate_proj"),
-    "mlp/w_up": _matrix("mlp.up_proj"),
-    "mlp/w_down": _matrix("mlp.down_proj"),
+    "mlp/w_gate": matrix("mlp.gate_proj"),
+    "mlp/w_up": matrix("mlp.up_proj"),
+    "mlp/w_down": matrix("mlp.down_proj"),
     **experts.SHARED,
     **experts.LAYER,
 }
@@ -64,7 +65,7 @@ _BLOCK = {
 _AHEAD = {
     "token_norm/scale": HuggingFaceTensor("enorm.weight"),
     "stream_norm/scale": HuggingFaceTensor("hnorm.weight"),
-    "merge": _matrix("eh_proj"),
+    "merge": matrix("eh_proj"),
     "norm/scale": HuggingFaceTensor("shared_head.norm.weight"),
     **{f"block/{path}": tensor for path, tensor in _BLOCK.items()},
 }

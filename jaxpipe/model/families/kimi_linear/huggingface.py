@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpipe.model.families.deepseek import huggingface as deepseek
+from jaxpipe.model.families.deepseek.huggingface import matrix
 from jaxpipe.model.families.kimi_linear.config import KimiLinearConfig
-from jaxpipe.model.families.llama.huggingface import FULL
+from jaxpipe.model.families.llama.huggingface import FULL, LlamaFormat
 from jaxpipe.model.families.qwen3_next.config import is_linear
 from jaxpipe.model.families.qwen3_next.huggingface import LINEAR
 from jaxpipe.model.published import BUFFERS as BUFFERS
@@ -31,46 +32,33 @@ EMBED, HEAD, ENDS = deepseek.EMBED, deepseek.HEAD, deepseek.ENDS
 CHOICES: dict[str, Any] = {}
 _EXPERTS = "block_sparse_moe."
 
-
-def _matrix(name: str) -> HuggingFaceTensor:
-    return HuggingFaceTensor(f"{name}.weight", transposed=True)
-
-
 LAYER = {
     **{path: deepseek.LAYER[path] for path in deepseek.LAYER if path.startswith(("attn", "mlp"))},
-    **{f"delta/w{one}": _matrix(f"self_attn.{one}_proj") for one in "qkvo"},
-    **{
-        f"delta/conv_{one}": _matrix(f"self_attn.{one}_conv1d")._replace(ones=(1,)) for one in "qkv"
-    },
-    "delta/rate": _matrix("self_attn.b_proj"),
-    "delta/decay_a": _matrix("self_attn.f_a_proj"),
-    "delta/decay_b": _matrix("self_attn.f_b_proj"),
+    **{f"delta/w{one}": matrix(f"self_attn.{one}_proj") for one in "qkvo"},
+    **{f"delta/conv_{one}": matrix(f"self_attn.{one}_conv1d")._replace(ones=(1,)) for one in "qkv"},
+    "delta/rate": matrix("self_attn.b_proj"),
+    "delta/decay_a": matrix("self_attn.f_a_proj"),
+    "delta/decay_b": matrix("self_attn.f_b_proj"),
     "delta/decay_bias": HuggingFaceTensor("self_attn.dt_bias"),
     "delta/log_decay": HuggingFaceTensor("self_attn.A_log", ones=(0, 1, 3)),
-    "delta/gate_a": _matrix("self_attn.g_a_proj"),
-    "delta/gate_b": _matrix("self_attn.g_b_proj"),
+    "delta/gate_a": matrix("self_attn.g_a_proj"),
+    "delta/gate_b": matrix("self_attn.g_b_proj"),
     "delta/norm/scale": HuggingFaceTensor("self_attn.o_norm.weight"),
-    "moe/router/gate": _matrix(f"{_EXPERTS}gate"),
+    "moe/router/gate": matrix(f"{_EXPERTS}gate"),
     **{
-        f"moe/experts/{ours}": _matrix(f"{_EXPERTS}experts.{{}}.{theirs}")
+        f"moe/experts/{ours}": matrix(f"{_EXPERTS}experts.{{}}.{theirs}")
         for ours, theirs in (("w_gate", "w1"), ("w_up", "w3"), ("w_down", "w2"))
     },
     **{
-        f"moe/shared/w_{one}": _matrix(f"{_EXPERTS}shared_experts.{one}_proj")
+        f"moe/shared/w_{one}": matrix(f"{_EXPERTS}shared_experts.{one}_proj")
         for one in ("gate", "up", "down")
     },
 }
 # transformers names the MLP of a dense layer as it does experts.
-FUSED = {f"mlp/w_{one}": _matrix(f"{_EXPERTS}{one}_proj") for one in ("gate", "up", "down")}
+FUSED = {f"mlp/w_{one}": matrix(f"{_EXPERTS}{one}_proj") for one in ("gate", "up", "down")}
 VARIABLES = {"router_bias": HuggingFaceTensor(f"{_EXPERTS}gate.e_score_correction_bias")}
 
-_SIZES = {
-    "num_hidden_layers": "n_layers",
-    "hidden_size": "d_model",
-    "num_attention_heads": "n_heads",
-    "intermediate_size": "d_ff",
-    "vocab_size": "vocab_size",
-}
+_SIZES = LlamaFormat.SIZES
 # Fields with transformers' defaults, and ours.
 _FIELDS: dict[str, tuple[Any, str]] = {
     "kv_lora_rank": (512, "kv_lora_rank"),
