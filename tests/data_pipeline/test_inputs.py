@@ -90,7 +90,7 @@ FAULTS: dict[str, tuple[list[str | bytes], dict[str, Any], str]] = {
         {},
         r"in\.jsonl, line 3, is no document: .*trunca",
     ),
-    "utf-8": ([b'{"text": "\xff"}'], {}, r"in\.jsonl, line 1, is no document: .*utf-8"),
+    "utf-8": ([b'{"text": "\xff"}'], {}, r"in\.jsonl, line 1, is no document: .*(?i:utf-8)"),
     "field": (['{"text": "a"}', '{"body": "b"}'], {}, r"line 2, .* no field 'text', but 'body';"),
     "other field": (
         ['{"text": "a"}'],
