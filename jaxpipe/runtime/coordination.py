@@ -28,7 +28,7 @@ from jaxpipe.runtime.exit_code import ExitCode
 
 SILENT_SECONDS = 20  # without a heartbeat of a process until the others exit
 _PERIOD = 2.0  # seconds between two heartbeats
-_LINGER = 2.0  # seconds that a process waits before it leaves a run that hangs
+_LINGER = 2.0  # seconds from a process's message to its exit, where others wait for the reason
 _ERROR_OF_FIRST, _ERROR_OF_OTHERS = "jaxpipe/error/first", "jaxpipe/error/others"
 _NEWS, _ALIVE = "jaxpipe/news", "jaxpipe/alive"
 _ADVICE = "the same command, also with fewer processes, goes on from the newest checkpoint"
@@ -288,9 +288,10 @@ class Watch(threading.Thread):
         self._exit(code)
 
     def _exit(self, code: int, waited: float = 0.0) -> NoReturn:
-        if code == ExitCode.HANG:
-            # The first process to exit breaks the connections of the others, which would then
-            # report that. In a hang all are late by about the same time and reach a verdict soon.
+        if code == ExitCode.HANG or self.service.index == 0:
+            # The first process to exit breaks the connections of the others, and the server ends
+            # with process 0; they would report that in place of the reason, which reaches them or
+            # (in a hang all are late by about the same time) which they find out in this time.
             time.sleep(max(_LINGER - waited, 0))
         os._exit(code)
 

@@ -78,6 +78,7 @@ def left(monkeypatch):
 
     monkeypatch.setattr(coordination.os, "_exit", leave)
     monkeypatch.setattr(coordination, "_PERIOD", 0.05)
+    monkeypatch.setattr(coordination, "_LINGER", 0.1)
     return codes
 
 
@@ -202,9 +203,8 @@ def test_what_ends_a_process(left, capfd, news, code, sentence):
     assert sentence in capfd.readouterr().err
 
 
-def test_a_hang_that_one_process_finds_ends_all_with_its_sentence(left, capfd, monkeypatch):
+def test_a_hang_that_one_process_finds_ends_all_with_its_sentence(left, capfd):
     """The others write their stacks first; the one that tells them has written its own."""
-    monkeypatch.setattr(coordination, "_LINGER", 0.1)
     first, second, third = map(Watch, services(3))
     written = []
     for watch in (first, second, third):

@@ -59,8 +59,8 @@ def newest(run: Path) -> int:
 
 
 def save(run: Path, step: int) -> None:
-    """Write a checkpoint."""
-    run.joinpath("checkpoints", str(step)).mkdir()
+    """Write a checkpoint, unless this step has one."""
+    run.joinpath("checkpoints", str(step)).mkdir(exist_ok=True)
 
 
 def keep_metrics(path: Path, last: int) -> None:
