@@ -31,21 +31,22 @@ def formula(decoder, shared, layers, batch):
         for i, params in enumerate(layers[:-1]):
             x = decoder.layer(params, x, Context(rows, jnp.int32(i)), "layer").y
 
-        def loss(h, k, scale, tokens=tokens, valid=targets != IGNORE):
-            logits = jax.nn.log_softmax(norm(h, scale) @ head)
+        def loss(h, k, tokens=tokens, valid=targets != IGNORE):
+            logits = jax.nn.log_softmax(h @ head)
             length = logits.shape[1] - k
             chosen = jnp.take_along_axis(logits[:, :length], tokens[:, 1 + k :, None], 2)[..., 0]
             return -jnp.where(valid[:, k:], chosen, 0).sum()
 
-        total += loss(x, 0, shared["final_norm"]["scale"])
-        h, length = x, x.shape[1]
+        h, length = norm(x, shared["final_norm"]["scale"]), x.shape[1]
+        total += loss(h, 0)
         for k in range(1, config.mtp_depth + 1):
             own = layers[-1][f"depth_{k - 1}"]
             at = jnp.minimum(jnp.arange(length) + k, length - 1)
             token = norm(shared["embed"][inputs[:, at]], own["token_norm"]["scale"])
             both = jnp.concatenate([token, norm(h, own["stream_norm"]["scale"])], axis=-1)
-            h = decoder.layer(own["block"], both @ own["merge"], Context(rows, jnp.int32(0))).y
-            ahead[k - 1] += loss(h, k, own["norm"]["scale"])
+            y = decoder.layer(own["block"], both @ own["merge"], Context(rows, jnp.int32(0))).y
+            h = norm(y, own["norm"]["scale"])
+            ahead[k - 1] += loss(h, k)
     valid = batch["targets"] != IGNORE
     means = [of_depth / valid[..., k:].sum() for k, of_depth in enumerate(ahead, start=1)]
     return total / valid.sum(), sum(means)

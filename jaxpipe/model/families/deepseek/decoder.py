@@ -76,15 +76,19 @@ class DeepseekDecoder(LlamaDecoder):
             return super().layer(params, x, context, kind)
         if not context.rows.keys() >= {*ahead_keys(self.config.mtp_depth)}:
             return LayerOutput(x, context.state)  # generation, which predicts one token
-        layer, predicted = nnx.merge(self._layers[kind], params), Predicted(x)
+        layer = nnx.merge(self._layers[kind], params)
+        embed_head = nnx.merge(self._sharded_over_tp._embed_head_graph, context.embed_head)
+        predicted = Predicted(embed_head.final_norm(x))
         for k in range(self.config.mtp_depth):
-            predicted = self._predict(k, getattr(layer, f"depth_{k}"), predicted, context)
+            depth = getattr(layer, f"depth_{k}")
+            predicted = self._predict(k, depth, embed_head, predicted, context)
         states = predicted.states if self.sharing.slices > 1 else None
         return LayerOutput(x, states, predicted.aux)
 
     def _predict(
-        self, k: int, depth: nnx.Module, predicted: Predicted, context: Context
-    ) -> Predicted:
+        self, k: int, depth: nnx.Module, embed_head: nnx.Module, predicted: Predicted,
+        context: Context,
+    ) -> Predicted:  # fmt: skip
         """Predict the token k + 2 places ahead of a position's input."""
         config, decoder, x = self.config, self._sharded_over_tp, predicted.x_BLD
         inputs, targets = (context.rows[name] for name in ahead_keys(k + 1)[-2:])
@@ -94,9 +98,7 @@ class DeepseekDecoder(LlamaDecoder):
         if self.sharing.slices > 1:
             own = own._replace(state=context.state[k])
         output = depth(x, token_BLD, positions_BL, own, self._given(x, own))
-        embed_head = nnx.merge(decoder._embed_head_graph, context.embed_head)
-        operands = embed_head.operands(depth.norm(output.y))
-        loss = decoder.cross_entropy(*operands, targets, z_loss=0.0)
+        loss = decoder.cross_entropy(*embed_head.operands(output.y), targets, z_loss=0.0)
         return predicted.with_depth(output, loss, count_valid(targets), config)
 
     @cached_property

@@ -2,10 +2,12 @@
 
 Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.2. Depth k = 1, 2, ... computes
 
-    h_k = Block_k(W_k [norm(Emb(t_{i+k})), norm(h_{k-1})]),
+    h_k = norm(Block_k(W_k [norm(Emb(t_{i+k})), norm(h_{k-1})])),
 
-where h_0 is the output of the last layer before the final norm, and the loss of the model's own
-head on norm(h_k) with the target t_{i+k+1}. Embedding and head are those of the model.
+where h_0 is what the head reads, the stream after the final norm, and the loss of the model's own
+head on h_k with the target t_{i+k+1}. Embedding and head are those of the model. The report does
+not say where norms are; these are those of DeepSeek's and GLM's published weights, as transformers
+and inference servers read them.
 
 Shapes: B examples, L tokens, D model.
 """
@@ -53,7 +55,8 @@ class Prediction(nnx.Module):
         """h_k from h_{k-1} and the embedding of the token k places ahead, `[B, L, D]` each."""
         both = jnp.concatenate([self.token_norm(token_BLD), self.stream_norm(x_BLD)], axis=-1)
         (merged_BLD,) = Dot()(both, merge=self.merge[...])
-        return self.block(merged_BLD, positions_BL, context, given)
+        output = self.block(merged_BLD, positions_BL, context, given)
+        return output._replace(y=self.norm(output.y))
 
 
 class Predictions(nnx.Module):
