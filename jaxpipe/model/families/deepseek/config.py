@@ -1,9 +1,8 @@
 """Sizes and choices of a DeepSeek decoder, and the rules between them."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Self
+from typing import ClassVar, Self
 
-from msgspec import Meta
 from msgspec.structs import replace
 
 from jaxpipe.model.attention.case import AttentionCase, indexed_supports
@@ -11,12 +10,13 @@ from jaxpipe.model.decoder_config import PositiveFloat
 from jaxpipe.model.family import Count, Positive
 from jaxpipe.model.layers.moe.config import NotNegative
 from jaxpipe.model.layers.rope.config import RotaryConfig
+from jaxpipe.model.prediction.config import Depth, PredictingConfig
 from jaxpipe.model.variant import Variant
 
-PREDICTION = "prediction"  # the kind of the layer that predicts further tokens
 
-
-class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DeepseekConfig(
+    PredictingConfig, RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only=True
+):
     """`[model]`: a decoder with multi-head latent attention, with experts or without.
 
     The fields of attention have the names of the published config.json.
@@ -33,7 +33,7 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
     tie_embeddings: bool = False  # the head is the transposed embedding
     # number of further tokens that each position predicts in training (multi-token prediction),
     # each by a block of its own; 0: none
-    mtp_depth: Annotated[int, Meta(ge=0, le=16)] = 0
+    mtp_depth: Depth = 0
     # weight of the loss of the further tokens: the mean over depths of the mean over the targets
     # at each depth (DeepSeek-V3 report, equations 24 and 25)
     mtp_weight: NotNegative = 0.1
@@ -72,33 +72,7 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
     def for_inference(self, *, dropless: bool = True) -> Self:
         """The same model without predictions of further tokens and the indexer's loss."""
         loss = 0.0 if self.index_topk and not self.index_warmup else self.index_loss
-        return replace(super().for_inference(dropless=dropless), mtp_depth=0, index_loss=loss)
-
-    @property
-    def tokens_ahead(self) -> int:
-        """Number of further tokens that each position predicts in training."""
-        return self.mtp_depth
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks of attention and MLP, or experts: layers, and depths of prediction."""
-        return self.n_layers + self.mtp_depth
-
-    @property
-    def pipeline_layers(self) -> int:
-        """Number of layers that pipeline stages are made of; all depths are the last one."""
-        return len(self.layer_kinds)
-
-    @property
-    def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of every layer; the last predicts further tokens, if there are any."""
-        return super().layer_kinds + (PREDICTION,) * (self.mtp_depth > 0)
-
-    @property
-    def sparse_layers(self) -> tuple[int, ...]:
-        """Indices of the blocks that have experts; every depth of prediction has."""
-        ahead = range(self.n_layers, self.blocks) if self.n_experts else ()
-        return super().sparse_layers + tuple(ahead)
+        return replace(super().for_inference(dropless=dropless), index_loss=loss)
 
     @property
     def key_heads(self) -> int:
@@ -120,8 +94,7 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
         """Number of parameters, counting `experts` routed experts per sparse layer."""
         embed_head = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
         matrices = self._mixer_matrices() + self.mlp_parameters(experts)
-        merges = self.mtp_depth * 2 * self.d_model**2
-        return matrices + merges + embed_head + self._vectors()
+        return matrices + self.prediction_matrices + embed_head + self._vectors()
 
     def _mixer_matrices(self) -> int:
         """Number of parameters of the matrices that mix tokens, in all layers."""
@@ -144,7 +117,7 @@ class DeepseekConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_o
     def _vectors(self) -> int:
         """Number of parameters of all norms."""
         layer = 2 * self.d_model + self.q_lora_rank + self.kv_lora_rank + 2 * self.index_head_dim
-        return self.blocks * layer + (1 + 3 * self.mtp_depth) * self.d_model
+        return self.blocks * layer + self.d_model + self.prediction_vectors
 
     def flops_per_token(self, seq_len: int) -> int:
         """6 per matrix parameter, and 6 L H S times the widths of a key and a value.

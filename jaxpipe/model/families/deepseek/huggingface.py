@@ -5,7 +5,6 @@ and `GlmMoeDsaConfig`, and those that only DeepSeek's own code reads, where they
 (`scoring_func`, `topk_method`, `aux_loss_alpha`). An absent field has transformers' default.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,8 @@ from jaxpipe.model.layers.moe import huggingface as experts
 from jaxpipe.model.layers.moe.huggingface import FUSED as FUSED  # the same tensors for all experts
 from jaxpipe.model.layers.moe.huggingface import VARIABLES as VARIABLES
 from jaxpipe.model.layers.rope import huggingface as rope
+from jaxpipe.model.prediction.huggingface import check_depth, with_prediction
+from jaxpipe.model.prediction.huggingface import ignores as ignores
 from jaxpipe.model.published import BUFFERS as BUFFERS
 from jaxpipe.model.published import (
     HuggingFaceTensor,
@@ -60,17 +61,7 @@ _BLOCK = {
     **experts.SHARED,
     **experts.LAYER,
 }
-# The layer after the last one predicts one further token. Published files hold copies of embedding
-# and head there, which are read nowhere and not written.
-_AHEAD = {
-    "token_norm/scale": HuggingFaceTensor("enorm.weight"),
-    "stream_norm/scale": HuggingFaceTensor("hnorm.weight"),
-    "merge": matrix("eh_proj"),
-    "norm/scale": HuggingFaceTensor("shared_head.norm.weight"),
-    **{f"block/{path}": tensor for path, tensor in _BLOCK.items()},
-}
-LAYER = _BLOCK | {f"depth_0/{path}": tensor for path, tensor in _AHEAD.items()}
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+LAYER = with_prediction(_BLOCK)
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ENDS = {
     "embed": HuggingFaceTensor(EMBED),
@@ -166,14 +157,6 @@ def describes(model: DeepseekConfig) -> bool:
 def tied(model: DeepseekConfig) -> bool:
     """Whether the head is the transposed embedding."""
     return model.tie_embeddings
-
-
-def ignores(name: str, model: DeepseekConfig) -> bool:
-    """Whether a tensor is of a layer that predicts further tokens, and is not the model's."""
-    layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
-    if layer is None or int(layer[1]) < model.n_layers:
-        return False
-    return int(layer[1]) >= model.blocks or name.endswith(_COPIES)
 
 
 def with_defaults(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -292,11 +275,7 @@ def _check_written(name: str, model: DeepseekConfig) -> None:
         needed |= {"norm_topk_prob": False, "has_router_bias": False, "router_score": "softmax"}
         if model.expert_groups > 1:
             needed["group_score_experts"] = 1
-    if model.mtp_depth > 1:
-        raise ValueError(
-            f"model.mtp_depth={model.mtp_depth}: published files have one further token at most: "
-            f"it cannot be exported."
-        )
+    check_depth(model)
     if not model.n_experts or not model.shared_experts:
         raise ValueError(
             f"model.n_experts={model.n_experts} with model.shared_experts={model.shared_experts}: "

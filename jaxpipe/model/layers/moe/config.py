@@ -96,9 +96,14 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
         )
 
     @property
+    def block_kinds(self) -> tuple[str, ...]:
+        """The kind of every block of attention and MLP, or experts, in all layers."""
+        return self.layer_kinds
+
+    @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that have experts."""
-        return tuple(i for i, kind in enumerate(self.layer_kinds) if is_sparse(kind))
+        """Indices of the blocks that have experts."""
+        return tuple(i for i, kind in enumerate(self.block_kinds) if is_sparse(kind))
 
     def variable_layers(self, name: str) -> tuple[int, ...]:
         """Indices of the layers that an entry of the first dim of a variable belongs to, each."""

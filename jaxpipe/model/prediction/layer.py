@@ -12,6 +12,7 @@ and inference servers read them.
 Shapes: B examples, L tokens, D model.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,33 +20,26 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.core.contract import Aux, Context, LayerOutput
-from jaxpipe.model.families.deepseek.attention import LatentAttention
-from jaxpipe.model.families.deepseek.config import DeepseekConfig
-from jaxpipe.model.families.deepseek.indexer import IndexedLayer
-from jaxpipe.model.families.llama.layers import LlamaLayer
-from jaxpipe.model.layers.moe.config import DENSE, SPARSE
 from jaxpipe.model.layers.parts import Dot, Init, LayerInputs, RMSNorm
 from jaxpipe.model.options import LayerParts
+from jaxpipe.model.prediction.config import PredictingConfig
 
-
-def new_block(kind: str, config: DeepseekConfig, parts: LayerParts, init: Init) -> LlamaLayer:
-    """Build a block of latent attention and MLP, or experts; with an indexer, if there is one."""
-    if config.index_topk:
-        return IndexedLayer(kind, config, parts, init)
-    return LlamaLayer(kind, config, parts, init, LatentAttention)
+# Builds a block of attention and MLP, or experts, of initial values.
+NewBlock = Callable[[Init], nnx.Module]
 
 
 class Prediction(nnx.Module):
     """One depth: it merges the stream with the embedding of a token ahead, and has a block."""
 
-    def __init__(self, config: DeepseekConfig, parts: LayerParts, init: Init):
+    def __init__(
+        self, config: PredictingConfig, parts: LayerParts, init: Init, new_block: NewBlock
+    ):
         d, eps = config.d_model, config.norm_eps
         own = parts.own(differs=parts.devices.sequence)
         self.token_norm = RMSNorm("token_norm", d, eps, init, own)
         self.stream_norm = RMSNorm("stream_norm", d, eps, init, own)
         self.merge = init("merge", (2 * d, d), 0.02, own)
-        kind = SPARSE if config.n_experts else DENSE
-        self.block = new_block(kind, config, parts, init)
+        self.block = new_block(init)
         self.norm = RMSNorm("norm", d, eps, init, own)
 
     def __call__(
@@ -62,9 +56,12 @@ class Prediction(nnx.Module):
 class Predictions(nnx.Module):
     """All depths, `depth_0` for the token one place ahead of the usual target, and so on."""
 
-    def __init__(self, config: DeepseekConfig, parts: LayerParts, init: Init):
+    def __init__(
+        self, config: PredictingConfig, parts: LayerParts, init: Init, new_block: NewBlock
+    ):
         for k in range(config.mtp_depth):
-            setattr(self, f"depth_{k}", Prediction(config, parts, _within(init, f"depth_{k}")))
+            own = _within(init, f"depth_{k}")
+            setattr(self, f"depth_{k}", Prediction(config, parts, own, new_block))
 
 
 def _within(init: Init, prefix: str) -> Init:
@@ -82,7 +79,7 @@ class Predicted(NamedTuple):
     per_example: dict[str, jax.Array] = {}  # noqa: RUF012
 
     def with_depth(
-        self, output: LayerOutput, loss: jax.Array, targets: jax.Array, config: DeepseekConfig
+        self, output: LayerOutput, loss: jax.Array, targets: jax.Array, config: PredictingConfig
     ) -> "Predicted":
         """Add a depth's output, and its summed loss over that many targets.
 
