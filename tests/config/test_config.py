@@ -8,7 +8,7 @@ import pytest
 from resolving import resolved
 
 from jaxpipe.config import Config, ConfigError, from_builtins, load, to_toml
-from jaxpipe.model import PRESETS
+from jaxpipe.model import FAMILIES, PRESETS
 from jaxpipe.planning import Devices
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -80,7 +80,7 @@ PARAMETERS = {
     "olmo3_7b": 7_298_011_136,
     "olmo3_32b": 32_233_522_176,
     "glm4_32b": 32_566_081_536,
-    "glm4_5_air": 106_852_245_504,  # without the layer that predicts a further token
+    "glm4_5_air": 106_852_245_504,  # without the layer that predicts a further token, as below
     "glm4_5": 352_797_814_784,
     "minimax_m2": 228_689_748_992,
     "ernie4_5_21b_a3b": 21_825_436_160,
@@ -161,6 +161,19 @@ def test_presets_have_the_published_parameter_counts(path, preset):
     assert load(path, ["model.n_layers=2"]).model.n_layers == 2
     active = ACTIVE.get(preset, PARAMETERS[preset])
     assert load(path).model.active_parameter_count() == active
+
+
+@pytest.mark.parametrize(
+    ("preset", "published"), [("glm4_5_air", 110_468_824_832), ("glm4_5", 358_337_791_296)]
+)
+def test_published_files_of_a_model_that_predicts(preset, published):
+    """They also hold the biases of routers, and copies of embedding and head."""
+    model = FAMILIES["glm4_moe"].config(**PRESETS[preset] | {"mtp_depth": 1})
+    biases, copies = (
+        len(model.sparse_layers) * model.n_experts,
+        2 * model.vocab_size * model.d_model,
+    )
+    assert model.parameter_count() + biases + copies == published
 
 
 @pytest.mark.extended(unless=["quickstart*", "llama3_8b_pp4"])

@@ -149,8 +149,12 @@ def test_initial_values_depend_on_layer_and_name():
     np.testing.assert_array_equal(normed.init_layer(key, 1)["attn"]["wo"], other["attn"]["wo"])
 
 
+AHEAD = "deepseek_v3", "glm4_5"  # presets of families that may predict further tokens
+
+
 @pytest.mark.parametrize(
-    ("preset", "more"), [*((name, {}) for name in PRESETS), ("deepseek_v3", {"mtp_depth": 2})]
+    ("preset", "more"),
+    [*((name, {}) for name in PRESETS), *((name, {"mtp_depth": 2}) for name in AHEAD)],
 )
 def test_parameters_counted_by_shape(preset, more):
     family, key = FAMILIES[PRESETS[preset]["family"]], jax.random.key(0)

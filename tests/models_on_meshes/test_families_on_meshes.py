@@ -50,6 +50,11 @@ CASES = {
         {"cp": 2, "heads": 1, "zero_stage": 3},
     ),
     "minimax_m2": ("minimax_m2", "zb_h1", (2, 2, 2), {"ep": 2, "sequence": True}),
+    "glm4_moe, all": (
+        "packed_glm4_moe", "zb_h1", (2, 2, 2),
+        {"cp": 2, "heads": 1, "slices": 2, "ep": 2, "sequence": True, "zero_stage": 3,
+         "vocab_parallel": True, "poison_bubbles": True},
+    ),
     "glm4": ("glm4", "zb_h1", (2, 2, 2), {"cp": 2, "heads": 1, "sequence": True}),
     "qwen3_next": ("qwen3_next", "zb_h1", (2, 1, 2), {"sequence": True}),
     "qwen3_next, slices": ("qwen3_next", "zb_h1", (2, 1, 2), {"slices": 4, "remat": "full"}),

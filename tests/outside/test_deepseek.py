@@ -132,41 +132,6 @@ def test_published_files_in_8_bit_floats(tmp_path):
     np.testing.assert_array_equal(found, 1.5 * tensors[name].astype(np.float32).T)
 
 
-def test_the_layer_that_predicts(tmp_path):
-    """Its tensors have their published names; without it they are ignored."""
-    theirs = made_by_transformers("v3")
-    theirs.save_pretrained(tmp_path / "hf")
-    path = tmp_path / "hf" / "model.safetensors"
-    tensors, rng = all_tensors(tmp_path / "hf"), np.random.default_rng(0)
-    more = {
-        name.replace("layers.2.", "layers.3."): rng.normal(size=tensor.shape).astype(np.float32)
-        for name, tensor in tensors.items()
-        if ".layers.2." in name
-    }
-    own = {"enorm": (40,), "hnorm": (40,), "eh_proj": (40, 80), "shared_head.norm": (40,)}
-    for name, shape in own.items():
-        more[f"model.layers.3.{name}.weight"] = rng.normal(size=shape).astype(np.float32)
-    copies = {
-        "model.layers.3.embed_tokens.weight": tensors["model.embed_tokens.weight"],
-        "model.layers.3.shared_head.head.weight": tensors["lm_head.weight"],
-    }
-    save_file(tensors | more | copies, path)
-    model = our_model(theirs, tmp_path)
-    for depth, held in ((0, tensors), (1, tensors | more)):
-        model = replace(model, mtp_depth=depth)
-        step = import_huggingface(tmp_path / "hf", model, tmp_path / f"c{depth}", {})
-        export(step, model, tmp_path / f"out{depth}")
-        assert_same_bytes(all_tensors(tmp_path / f"out{depth}"), held)
-    merge = stored_params(step)["layers"]["3"]["depth_0"]["merge"]
-    np.testing.assert_array_equal(merge, more["model.layers.3.eh_proj.weight"].T)
-    np.testing.assert_array_equal(
-        stored_variables(step)["router_bias"][2],
-        more["model.layers.3.mlp.gate.e_score_correction_bias"],
-    )
-    with pytest.raises(ValueError, match="one further token at most"):
-        huggingface.written(replace(model, mtp_depth=2), "float32", 64)
-
-
 CHANGES = {
     "rope_interleave=False but": {"rope_interleave": False},
     "scoring_func='softmax' but": {"scoring_func": "softmax"},

@@ -10,9 +10,18 @@ transformers = pytest.importorskip("transformers")
 
 import record_transformers as record  # noqa: E402
 import transformers_records as records  # noqa: E402
+from hf_models import all_tensors, assert_same_bytes  # noqa: E402
+from msgspec.structs import replace  # noqa: E402
+from safetensors.numpy import save_file  # noqa: E402
 from transformers.modeling_layers import MtpModel  # noqa: E402
 
+from jaxpipe.checkpoint.hf.parameters import export_huggingface, import_huggingface  # noqa: E402
+from jaxpipe.checkpoint.hf.serving import ServingFiles  # noqa: E402
+from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint  # noqa: E402
+from jaxpipe.config import ConfigError  # noqa: E402
+
 WEIGHT = 0.3
+NAMES = "deepseek_v3", "glm4_moe"
 OWN = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head.norm"}
 
 
@@ -83,9 +92,42 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_files(tmp_path, name):
+    """Its tensors have their published names; with `mtp_depth=0` they are left out."""
+    _, kept = first_step(name)
+    tensors, rng = kept.by_their_names("weights"), np.random.default_rng(0)
+    for place in [n.partition(".gate.")[0] for n in tensors if n.endswith("mlp.gate.weight")]:
+        tensors[f"{place}.gate.e_score_correction_bias"] = rng.normal(size=4).astype(np.float32)
+    last, hf = "model.layers.4.", tmp_path / "hf"
+    copies = {
+        f"{last}embed_tokens.weight": tensors["model.embed_tokens.weight"],
+        f"{last}shared_head.head.weight": tensors["lm_head.weight"],
+    }
+    hf.mkdir()
+    save_file(tensors | copies, hf / "model.safetensors")
+    (hf / "config.json").write_text(json.dumps(kept.config_json))
+    model = records.trainer_of(kept, {}).config.model
+    without = {n: tensor for n, tensor in tensors.items() if not n.startswith(last)}
+    for depth, held in ((0, without), (1, tensors)):
+        model, out = replace(model, mtp_depth=depth), tmp_path / f"out{depth}"
+        step = import_huggingface(hf, model, tmp_path / f"c{depth}", {})
+        export_huggingface(
+            StoredCheckpoint(step), model, out, serving=ServingFiles(), dtype="float32",
+            max_positions=64, max_shard_bytes=10**9,
+        )  # fmt: skip
+        assert_same_bytes(all_tensors(out), held)
+        assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == depth
+    with pytest.raises(ConfigError, match="one further token at most"):
+        export_huggingface(
+            StoredCheckpoint(step), replace(model, mtp_depth=2), tmp_path, serving=ServingFiles(),
+            dtype="float32", max_positions=64, max_shard_bytes=10**9,
+        )  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["deepseek_v3"])
+@pytest.mark.parametrize("name", NAMES)
 def test_loss_and_every_gradient(name, layout):
     wanted, kept = first_step(name)
     loss, gradients = records.loss_and_gradients(kept, LAYOUTS[layout])

@@ -31,6 +31,7 @@ from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.deepseek_v4.config import DeepseekV4Config
 from jaxpipe.model.families.gemma3.config import Gemma3Config
 from jaxpipe.model.families.glm4 import Glm4Config
+from jaxpipe.model.families.glm4_moe import Glm4MoeConfig
 from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.families.gpt_oss.config import GptOssConfig
 from jaxpipe.model.families.kimi_linear.config import KimiLinearConfig
@@ -99,6 +100,16 @@ MODELS = {
     "packed_llama4": Llama4Config(**LLAMA4),
     "olmo2": Olmo2Config(**SIZES, n_kv_heads=2),
     "packed_olmo3": Olmo3Config(**SIZES, **ALTERNATING),
+    # An MLP, two sparse layers, and predictions of one further token with a sparse block.
+    "packed_glm4_moe": Glm4MoeConfig(
+        **SIZES | {"n_layers": 3},
+        **MIXTURE,
+        n_kv_heads=2,
+        d_expert=12,
+        router_bias=False,
+        mtp_depth=1,
+        mtp_weight=0.3,
+    ),
     "minimax_m2": MiniMaxM2Config(**SIZES, n_kv_heads=2, **MIXTURE, router_bias=False),
     "qwen3_next": Qwen3NextConfig(**HYBRID),
     "packed_qwen3_next": Qwen3NextConfig(**HYBRID),

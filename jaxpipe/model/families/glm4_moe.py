@@ -1,6 +1,6 @@
 """GLM-4.5 and GLM-4.6: Llama's layers with DeepSeek-V3's experts, half of each head rotated."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxpipe.model.families.llama.architectures.qwen2 import Qwen2Format
 from jaxpipe.model.families.llama.architectures.qwen3 import Qwen3Format
@@ -9,11 +9,15 @@ from jaxpipe.model.families.llama.huggingface import Fields, LlamaFormat, Names,
 from jaxpipe.model.families.llama.presets import decoder_sizes
 from jaxpipe.model.family import Count, ModelFamily, Positive
 from jaxpipe.model.layers.moe import huggingface as experts
-from jaxpipe.model.layers.moe.config import RouterScore
+from jaxpipe.model.layers.moe.config import NotNegative, RouterScore
+from jaxpipe.model.prediction import huggingface as prediction
+from jaxpipe.model.prediction.config import Depth, PredictingConfig
 
 
-class Glm4MoeConfig(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[model]`: a GLM-4.5 without the layer that predicts a further token."""
+class Glm4MoeConfig(
+    PredictingConfig, LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only=True
+):
+    """`[model]`: a GLM-4.5, by preset or by size."""
 
     family: str = "glm4_moe"
     qkv_bias: bool = True
@@ -24,6 +28,10 @@ class Glm4MoeConfig(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_onl
     first_dense_layers: Count = 1
     router_score: RouterScore = "sigmoid"
     router_bias: bool = True
+    # number of further tokens that each position predicts in training (multi-token prediction);
+    # published files have 1; 0: none
+    mtp_depth: Depth = 0
+    mtp_weight: NotNegative = 0.1  # weight of the mean loss of further tokens
 
 
 class Glm4MoeFormat(LlamaFormat):
@@ -32,9 +40,9 @@ class Glm4MoeFormat(LlamaFormat):
     ARCHITECTURES: ClassVar[tuple[str, ...]] = ("Glm4MoeForCausalLM",)
     MODEL_TYPE: ClassVar[str] = "glm4_moe"
     MODELS: ClassVar[str] = "a GLM-4.5"
-    LAYER: ClassVar[Names] = {
-        **Qwen2Format.LAYER, **Qwen3Format.LAYER, **experts.LAYER, **experts.SHARED
-    }  # fmt: skip
+    LAYER: ClassVar[Names] = prediction.with_prediction(
+        {**Qwen2Format.LAYER, **Qwen3Format.LAYER, **experts.LAYER, **experts.SHARED}
+    )
     FUSED: ClassVar[Names] = experts.FUSED
     VARIABLES: ClassVar[Names] = experts.VARIABLES
     FIELDS: ClassVar[Fields] = {
@@ -52,11 +60,16 @@ class Glm4MoeFormat(LlamaFormat):
         "qk_norm", "qkv_bias", "rotary_share", "n_experts", router_score="sigmoid",
         router_bias=True, moe_every=1, group_score_experts=2,
     )  # fmt: skip
-    WRITTEN: ClassVar[Fields] = {"hidden_act": "silu", "num_nextn_predict_layers": 0}
+    WRITTEN: ClassVar[Fields] = {"hidden_act": "silu"}
 
-    def ignores(self, name: str, model: LlamaConfig) -> bool:
-        """Whether a tensor is of the layer that predicts a further token."""
-        return name.removeprefix(self.BASE).startswith(f"layers.{model.n_layers}.")
+    def ignores(self, name: str, model: Glm4MoeConfig) -> bool:
+        """Whether a tensor is of a layer that predicts a further token, and is not the model's."""
+        return prediction.ignores(name, model)
+
+    def own_written(self, model: Glm4MoeConfig) -> dict[str, Any]:
+        """How many further tokens are predicted; raises `ValueError` for more than one."""
+        prediction.check_depth(model)
+        return {"num_nextn_predict_layers": model.mtp_depth}
 
 
 FORMATS = (Glm4MoeFormat(),)
@@ -73,5 +86,6 @@ GLM4_MOE = ModelFamily(
         "glm4_5_air": decoder_sizes(46, 4096, 96, 8, 10944) | _SHARED | _AIR,
         "glm4_5": decoder_sizes(92, 5120, 96, 8, 12288) | _SHARED | _LARGE,
     },
+    model="jaxpipe.model.prediction.decoder:PredictingDecoder",
     huggingface=__name__,
 )

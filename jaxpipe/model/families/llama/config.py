@@ -86,13 +86,13 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
     def mixer_matrices(self) -> int:
         """Number of parameters in the matrices of attention."""
         heads = (2 + self.VARIANT.has_output_gate) * self.n_heads + 2 * self.n_kv_heads
-        return self.n_layers * self.d_model * self.head_size * heads
+        return self.blocks * self.d_model * self.head_size * heads
 
     @property
     def _vectors(self) -> int:
         """Number of parameters in norms, and in the vectors of attention."""
         norms = 2 * (self.VARIANT.has_pre_norms + self.VARIANT.has_post_norms)
-        return self.mixer_vectors + (self.n_layers * norms + 1) * self.d_model
+        return self.mixer_vectors + (self.blocks * norms + 1) * self.d_model
 
     @property
     def mixer_vectors(self) -> int:
@@ -102,7 +102,7 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
         attention = k * normed * self.qk_norm
         attention += k * (self.n_heads + 2 * self.n_kv_heads) * self.qkv_bias
         attention += self.n_heads * variant.has_sinks + d * variant.has_out_bias
-        return self.n_layers * attention
+        return self.blocks * attention
 
     def flops_per_token(self, seq_len: int) -> int:
         """6 per matrix parameter and 12 H K S per layer, with S at most the layer's window.
@@ -111,7 +111,7 @@ class LlamaConfig(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw_only
         """
         experts = self.experts_per_token if self.n_experts else 0
         matrices = self._matrices(experts) + self.vocab_size * self.d_model
-        windows = (self.of_kind(kind).sliding_window for kind in self.layer_kinds)
+        windows = (self.of_kind(kind).sliding_window for kind in self.block_kinds)
         keys = sum(min(seq_len, window or seq_len) for window in windows)
         return 6 * matrices + 12 * self.n_heads * self.head_size * keys
 
