@@ -108,9 +108,9 @@ shown_in_dots() { # print a dot for every package that pip collects, and a word 
     echo
 }
 
-packages_apart() { # packages_apart oldest|newest: sets `folder` to an environment with such packages
+packages_apart() { # packages_apart oldest|newest|outside: sets `folder` to an environment with them
     local which=$1 python pins candidate
-    if [ "$which" = oldest ]; then
+    if [ "$which" != newest ]; then
         for candidate in python3.11 "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.11*/bin/python; do
             case "$(usable_version "$candidate")" in 3.11.*) python=$candidate ;; esac
         done
@@ -128,9 +128,13 @@ packages_apart() { # packages_apart oldest|newest: sets `folder` to an environme
         echo "jaxpipe: installing the $which packages"
         rm -rf "$folder"
         "$python" -m venv "$folder"
+        if [ "$which" = outside ]; then # without CUDA, if PIP_FIND_LINKS has it: with it 6 GB
+            "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-index \
+                --no-deps torch 2>/dev/null || true
+        fi
         # shellcheck disable=SC2086
         "$folder/bin/python" -m pip install --quiet --disable-pip-version-check \
-            $pins chex pytest pytest-timeout hypothesis
+            $pins chex pytest pytest-timeout pytest-xdist hypothesis
         echo "$pins $(date +%G-%V)" >"$folder/complete"
     fi
 }

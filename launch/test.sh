@@ -3,16 +3,26 @@
 # in tests/core; --near FILE...: those that can reach the files by imports, nearest first, for one
 # minute; --extended: those marked extended; --all: all tests; --oldest: tests marked versions, with
 # the oldest Python and packages that pyproject.toml allows; --newest: the same with the newest there
-# are, of jax also pre-releases; or a part: ./launch/test.sh tests/schedules -k 1f1b. --cov=jaxpipe
-# reports the lines that tests run.
+# are, of jax also pre-releases; --outside: those that compare with torch, transformers and peft,
+# installed apart; or a part: ./launch/test.sh tests/schedules -k 1f1b. --cov=jaxpipe reports the
+# lines that tests run.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-if [ "${1:-}" = --oldest ] || [ "${1:-}" = --newest ]; then
+case "${1:-}" in
+--oldest | --newest | --outside)
     packages_apart "${1#--}"
     export PYTHONPATH=$PWD JAX_COMPILATION_CACHE_DIR=$folder/programs
     export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
-    exec "$folder/bin/python" -m pytest -m "versions and not slow" -p no:cacheprovider "${@:2}"
-fi
+    tests=(-m 'versions and not slow')
+    if [ "$1" = --outside ]; then
+        packages='importorskip\("(torch|transformers|peft)"'
+        # shellcheck disable=SC2207 # a word for each file
+        tests=($(grep -rlE --include 'test_*.py' "$packages" tests/*/))
+        tests+=(-m 'not slow' -n auto --maxprocesses 4 --dist worksteal)
+    fi
+    exec "$folder/bin/python" -m pytest -p no:cacheprovider "${tests[@]}" "${@:2}"
+    ;;
+esac
 case "$(uname -s) ${1:-}" in
 'Linux --extended' | 'Linux --all') prepare test aot ;; # the compiler of GPU programs has 1.3 GB
 *) prepare test ;;

@@ -1,7 +1,8 @@
-"""Print what pip shall install to test with other versions of jaxpipe's dependencies.
+"""Print what pip shall install to test with other packages than those of `.venv`.
 
 `python tests/support/versions.py oldest` prints the oldest versions that pyproject.toml allows;
-`newest` asks for the newest there are, of jax also pre-releases.
+`newest` asks for the newest there are, of jax also pre-releases; `outside` for those with which
+tests compare.
 """
 
 import re
@@ -22,9 +23,14 @@ def pins(text, which):
     ['jax==0.1', 'zip==3']
     >>> pins(text, "newest")
     ['--upgrade', 'jax>=0.dev0', 'zip']
+    >>> pins(text + '\\noptional-dependencies.hf = ["torch>=2"]', "outside")
+    ['jax>=0.1,!=0.2', 'zip>=3', 'torch>=2']
     """
     project = tomllib.loads(text)["project"]
-    every = [*project["dependencies"], *project["optional-dependencies"]["data"]]
+    extras = project["optional-dependencies"]
+    every = [*project["dependencies"], *extras["data"]]
+    if which == "outside":
+        return [*every, *extras["hf"]]
     bounds = [_LEAST.match(line).groups() for line in every]
     if which == "newest":
         # A bound that is a pre-release makes pip consider those of that package.
