@@ -5,7 +5,6 @@ residuals to ring buffers; gradient ops read them there and add to gradient sums
 uses another slot than the one before, so that XLA cannot hoist work out of the loop.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,11 +38,11 @@ from jaxpipe.core.schedule.row import RecomputeColumns
 from jaxpipe.core.split.crossing import Policy
 from jaxpipe.core.split.split import Cotangent
 from jaxpipe.planning.cost.trace import policies_of, rows_of
+from jaxpipe.run.measure.timed_loop import SLOTS, Loop, TimedLoop, iterations_of, repeated
 from jaxpipe.training.trainer import Trainer
 
 Tree = Any
-_SLOTS = 2
-_EVERY = Buffers(*[_SLOTS] * len(Buffers._fields))
+_EVERY = Buffers(*[SLOTS] * len(Buffers._fields))
 _OF_LAYER = ("F", "B", "W", "BW", "R")  # R: if the run recomputes ahead of B
 _OF_ENDS = ("head", "embed", "embed_gradient")
 
@@ -55,7 +54,7 @@ def op_seconds(trainer: Trainer, *, layers: int = 1, repeats: int = 5) -> Tree:
     per iteration of a loop, `repeats` times. If embedding and head are vocabulary-parallel over pp,
     their times are `pp` times those of a pipeline rank.
     """
-    iterations = 2 if trainer.mesh.devices.flat[0].platform == "cpu" else 8
+    iterations = iterations_of(trainer.mesh.devices.flat[0].platform)
     kinds = trainer.model.functions.layer_kinds(trainer.config.model.pipeline_layers)
     of_kinds = []
     for kind in dict.fromkeys(kinds):
@@ -91,7 +90,7 @@ class OpTimer:
         kind = kind or functions.layer_kinds(config.model.pipeline_layers)[0]
         alone = replace(functions, kinds={kind: functions.kinds_by_name[kind]}, order=None)
         rows, policies = rows_of(config, functions), policies_of(config)
-        self._layers, self._iterations = layers, iterations
+        self._layers = layers
         every = PartitionSpec()
 
         def on_mesh(function: Callable[..., Tree], arguments: int) -> Callable[..., Tree]:
@@ -106,7 +105,7 @@ class OpTimer:
                 alone, parts["embed_head"], parts["layers"], microbatch, policies, iterations
             )
 
-        def repeated(name: str) -> Callable[..., Tree]:
+        def compiled(name: str) -> Loop:
             def run(state: Tree, fixed: Tree) -> Tree:
                 return loops(fixed)[0][name](state, fixed)
 
@@ -114,27 +113,22 @@ class OpTimer:
             return jax.jit(on_mesh(run, 2), donate_argnums=0, compiler_options=options)
 
         parts = jax.jit(on_mesh(partial(_parts, trainer, kind, layers), 0))()
-        states, self._fixed = jax.jit(on_mesh(lambda parts: loops(parts)[1:], 1))(parts)
-        self._loops = {name: (repeated(name), _copied(state)) for name, state in states.items()}
-        for name in self._loops:
-            self._run(name)
+        states, fixed = jax.jit(on_mesh(lambda parts: loops(parts)[1:], 1))(parts)
+        self._loops = {
+            name: TimedLoop(compiled(name), state, fixed, iterations)
+            for name, state in states.items()
+        }
 
     def seconds(self) -> dict[str, Any]:
         """Time of each op [s], in the form of `OpSeconds`; those of `layer` are for one layer."""
         seconds: dict[str, Any] = {"layer": {}}
-        for name in self._loops:
-            begin = time.perf_counter()
-            self._run(name)
-            each = (time.perf_counter() - begin) / self._iterations
+        for name, loop in self._loops.items():
+            each = loop.seconds()
             if name in _OF_LAYER:
                 seconds["layer"][name] = each / self._layers
             else:
                 seconds[name] = each
         return seconds
-
-    def _run(self, name: str) -> None:
-        loop, state = self._loops[name]
-        self._loops[name] = loop, jax.block_until_ready(loop(state, self._fixed))
 
 
 def _parts(trainer: Trainer, kind: str, layers: int) -> Tree:
@@ -177,7 +171,7 @@ def _loops(
     ops = _LayerOps.trace(functions, embed_head, layers[0], x, microbatch, policies)
     rings = tuple(_filled(ops.kind.rings.empty(slot)) for slot in range(len(layers)))
     zeros = _zeros(layers), embed_head_of(ops.kind.kind, _zeros(embed_head))
-    inputs = jnp.stack([x] * _SLOTS)
+    inputs = jnp.stack([x] * SLOTS)
     fixed = {"layers": layers, "embed_head": embed_head, "microbatch": microbatch, "inputs": inputs}
     states: dict[str, tuple[Callable[..., Tree], Tree]] = {
         "F": (ops.forward, (x, rings)),
@@ -188,7 +182,7 @@ def _loops(
     if ops.kind.split.residuals.for_r is not None:
         states["R"] = ops.recompute, rings
     states |= _embed_head_ops(functions, embed_head, x, microbatch)
-    runs = {name: _repeated(run, iterations) for name, (run, _) in states.items()}
+    runs = {name: repeated(_by_row(run), iterations) for name, (run, _) in states.items()}
     return runs, {name: state for name, (_, state) in states.items()}, fixed
 
 
@@ -224,7 +218,7 @@ class _LayerOps:
         """F of all layers; the state is x and the ring buffers."""
         (x, rings), plan = state, self.kind.rings
         parts = tuple(plan.written_by(own, Op.F) for own in rings)
-        before = ForwardOutputs(x, parts, empty_aux([self.kind], _SLOTS), jnp.float32(0))
+        before = ForwardOutputs(x, parts, empty_aux([self.kind], SLOTS), jnp.float32(0))
         outputs = self._chunk(fixed).forward(self._inputs(fixed, row), before)
         after = (plan.with_written(own, Op.F, part) for own, part in zip(rings, outputs.rings))
         return outputs.y, tuple(after)
@@ -299,25 +293,16 @@ def _zeros(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
 
 
-@jax.jit
-def _copied(tree: Tree) -> Tree:
-    """A copy that a loop may overwrite, because its state is donated."""
-    return jax.tree.map(jnp.copy, tree)
-
-
 def _filled(rings: RingArrays) -> RingArrays:
     return jax.tree.map(lambda ring: jnp.full_like(ring, 0.01), rings)
 
 
-def _repeated(run: Callable[..., Tree], iterations: int) -> Callable[..., Tree]:
-    """Run an op `iterations` times in a scan that alternates between the ring-buffer slots."""
+def _by_row(run: Callable[..., Tree]) -> Callable[[Tree, Tree, jax.Array], Tree]:
+    """The op on the same slot of every ring buffer."""
 
-    def loop(state: Tree, fixed: Tree) -> Tree:
-        def iteration(state: Tree, slot: jax.Array) -> tuple[Tree, None]:
-            every: Any = [slot] * len(TableRow._fields)  # the same slot of every ring buffer
-            recompute = RecomputeColumns(slot, slot, slot, slot)
-            return run(state, fixed, TableRow(*every)._replace(recompute=recompute)), None
+    def on_slot(state: Tree, fixed: Tree, slot: jax.Array) -> Tree:
+        every: Any = [slot] * len(TableRow._fields)
+        recompute = RecomputeColumns(slot, slot, slot, slot)
+        return run(state, fixed, TableRow(*every)._replace(recompute=recompute))
 
-        return lax.scan(iteration, state, jnp.arange(iterations) % _SLOTS)[0]
-
-    return loop
+    return on_slot
