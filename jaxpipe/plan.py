@@ -132,7 +132,8 @@ def _parser() -> argparse.ArgumentParser:
         help="a device, in its usual machine, if no --machine is given (H100)")  # fmt: skip
     add("--search", action="store_true", help="search for the fastest settings on --devices N")
     add("--machine", metavar="NAME",
-        help="a machine by name, or your own in a .toml file (dgx-h100)")  # fmt: skip
+        help="a machine by name (dgx-h100), your own in a .toml file, or the .json file that "
+        "`python -m jaxpipe.bench ops --table` writes")  # fmt: skip
     add("--costs", metavar="FILE", help="read op times from FILE (as parallel.costs)")
     add("--lengths", type=local_path, metavar="DIR",
         help="a prepared folder: count its tokens, not the padding of packed rows")  # fmt: skip
@@ -221,10 +222,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     check_settings(config)
     config = resolve_sizes(config, (arguments.devices or [None])[0])
     hardware = _hardware(arguments)
-    memory = arguments.memory or DEVICES[arguments.device].memory
-    # A run knows its device, in the usual machine.
-    own = machine_of(arguments.device)
-    devices = replace(Devices.planned(config), memory=memory, hardware=own)
+    memory = arguments.memory or hardware.sheet.memory
+    devices = replace(Devices.planned(config), memory=memory, hardware=hardware.usual)
     try:
         forwards = config.parallel.pp * config.train.grad_accum_steps
         with _no_search_for_cycles(), helpers(forwards) as pool:
@@ -248,7 +247,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     advice = advise(config, found, memory=usable, bubble=arguments.bubble, hardware=timed_by)
     if rows and advice.best:
         best = next(one for one in found if one.label == advice.best)
-        sentence = describe_packing(config, rows, best, DEVICES[arguments.device].flops)
+        sentence = describe_packing(config, rows, best, hardware.sheet.flops)
         advice = replace(advice, sentences=(*advice.sentences, sentence))
     plan = Plan(config, tuple(found), refused, advice, seconds, usable)
     shown = _shown(found, arguments.show or advice.best)

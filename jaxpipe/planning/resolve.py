@@ -34,7 +34,6 @@ from jaxpipe.planning.limits import activation_limit_of
 from jaxpipe.planning.loops import unroll_layers
 from jaxpipe.planning.rules.devices import check_devices
 from jaxpipe.planning.rules.sizes import resolve_sizes
-from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedules import build, check_memory, find_family
 
 if TYPE_CHECKING:
@@ -257,7 +256,7 @@ def _gains_by_sharing(config: Config, devices: Devices) -> bool:
         return False
     if config.parallel.costs == "measure":
         config = structs.replace(config, parallel=structs.replace(config.parallel, costs=""))
-    devices = replace(devices, memory=DEVICES[devices.hardware.device].memory)
+    devices = replace(devices, memory=devices.hardware.sheet.memory)
     try:
         own = arrange(_with_vocabulary(config, shared=False), devices, effort=QUICK, paced=False)
         with_shared = _with_vocabulary(config, shared=True)

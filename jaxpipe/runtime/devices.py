@@ -3,13 +3,14 @@
 import logging
 import os
 import re
-from typing import NamedTuple
+
+import msgspec
 
 from jaxpipe.config import ConfigError, first_line
 
 
-class Device(NamedTuple):
-    """Figures from a data sheet.
+class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Figures from a data sheet, above 0.
 
     Attributes:
       flops: dense bfloat16 FLOP/s, without sparsity.

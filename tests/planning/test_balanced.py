@@ -1,5 +1,6 @@
 """`parallel.layer_split = "balanced"`: against brute force, within memory, and as a run has it."""
 
+from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from random import Random
@@ -50,7 +51,9 @@ PRESETS = {
 @pytest.fixture(autouse=True)
 def _launches_take_no_time(monkeypatch):
     """Models this small would take as long as their launches, and a head no longer than a layer."""
-    monkeypatch.setattr(card, "_LAUNCH", 0.0)
+    own = card.card_of("H100")
+    free = replace(own, rates=replace(own.rates, launch=0.0))
+    monkeypatch.setattr("jaxpipe.planning.cost.machine.card_of", lambda *_: free)
 
 
 def every_split(layers, stages):

@@ -13,7 +13,6 @@ from jaxpipe.planning.cost.estimate import Estimate
 from jaxpipe.planning.cost.hardware import Hardware
 from jaxpipe.planning.progress import PlanProgress
 from jaxpipe.planning.settings import changed, words_of
-from jaxpipe.runtime.devices import DEVICES
 
 _OF_PLANS = ("costs", "lengths", "bubble", "fused_steps", "show", "timeline", "picture", "html")
 
@@ -52,7 +51,7 @@ def search_layouts(
     overrides = read_overrides(arguments.overrides)
     fixed = [f"{section}.{key}" for section, settings in overrides.items() for key in settings]
     space = SearchSpace(config, arguments.devices[0], fixed, hardware.per_host)
-    memory = arguments.memory or DEVICES[arguments.device].memory
+    memory = arguments.memory or hardware.sheet.memory
     search = LayoutSearch(space, hardware, memory, progress=PlanProgress())
     result = search.run()
     if not result.best:

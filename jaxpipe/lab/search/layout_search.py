@@ -12,7 +12,6 @@ from jaxpipe.lab.search.result import Found, Number, SearchResult
 from jaxpipe.lab.search.space import SearchSpace
 from jaxpipe.planning.cost.estimate import estimate, gain_over, step_seconds, update_seconds
 from jaxpipe.planning.cost.hardware import Hardware, op_seconds
-from jaxpipe.planning.cost.machine import machine_of
 from jaxpipe.planning.cost.memory import rank_bytes
 from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.limits import planned_bytes
@@ -43,7 +42,7 @@ class LayoutSearch:
         self._progress = progress or (lambda line: None)
         self.usable = planned_bytes(memory)
         # A run knows the device, and not these links.
-        self._devices = Devices(memory=memory, hardware=machine_of(hardware.device))
+        self._devices = Devices(memory=memory, hardware=hardware.usual)
         self._bounded = BoundedSpace(space, hardware, self._devices, self.usable)
 
     def run(self) -> SearchResult:

@@ -20,7 +20,6 @@ from jaxpipe.planning.cost.parameter_traffic import mirrored_bytes, step_traffic
 from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.progress import PlanProgress
 from jaxpipe.planning.resolve import RunPlan, with_known_vocabulary
-from jaxpipe.runtime.devices import DEVICES
 from jaxpipe.schedules import FAMILIES, ScheduleVariant, fusion_gain
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class Estimate:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: of the dense bfloat16 peak, also where products are in fp8."""
-        return self.tflops_per_gpu * 1e12 / DEVICES[self.plan.devices.hardware.device].flops
+        return self.tflops_per_gpu * 1e12 / self.plan.devices.hardware.sheet.flops
 
 
 @dataclass(frozen=True)

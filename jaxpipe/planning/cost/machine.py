@@ -3,14 +3,15 @@
 import tomllib
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpipe.config import ConfigError, ParallelConfig
 from jaxpipe.config.units import parse_bytes
-from jaxpipe.planning.cost import card
+from jaxpipe.planning.cost.card import Card, card_of
+from jaxpipe.planning.cost.card_table import read_table
 from jaxpipe.planning.cost.kernels import Operations
 from jaxpipe.runtime.devices import DEVICES, Device
 
@@ -54,13 +55,14 @@ class Hardware:
     """A machine, by which ops and collectives are timed.
 
     Attributes:
-      device: a name in `runtime.devices.DEVICES`.
+      device: a name in `runtime.devices.DEVICES`, or that of the table.
       per_host: devices of a host.
       link: bytes per second to another device of the host, one way; 0: the data sheet's.
       network: bytes per second of a device's network cards, one way.
       host: bytes per second between a device and its host's memory.
       link_latency, network_latency: seconds of a message to the next device, and host, of a ring.
       speed: of kernels, relative to the tables of the device (power limits, clocks, software).
+      table: file of the device's measured rates (`bench ops --table`); "": those of an H100.
     """
 
     device: str = "H100"
@@ -72,11 +74,11 @@ class Hardware:
     link_latency: float = 2e-6
     network_latency: float = 8e-6
     speed: float = 1.0
+    table: str = ""
 
     def seconds(self, kernels: Operations) -> float:
         """Seconds of kernels on a device, one after the other."""
-        _ = self.sheet
-        return card.seconds_of(kernels, self.device) / self.speed
+        return self._card.seconds(kernels) / self.speed
 
     @property
     def attention_flops(self) -> float:
@@ -85,7 +87,7 @@ class Hardware:
 
     def copying(self, size: float) -> float:
         """Seconds in which a device reads and writes `size` bytes of its memory in all."""
-        return card.copy_seconds(size, self.device) / self.speed
+        return self._card.copying(size) / self.speed
 
     def ring(self, sent: float, group: Group, calls: float = 1.0) -> float:
         """Seconds of collectives in which every device sends `sent` bytes around rings.
@@ -142,31 +144,47 @@ class Hardware:
         return self.link or self.sheet.link
 
     @property
+    def _card(self) -> Card:
+        if not self.table and self.device not in DEVICES:
+            raise ConfigError(
+                f"unknown device {self.device!r}: use one of {', '.join(DEVICES)}, or give the "
+                f"`table` that `python -m jaxpipe.bench ops --table` writes on it."
+            )
+        return card_of(self.device, self.table)
+
+    @property
     def sheet(self) -> Device:
         """The device's data sheet; raises `ConfigError` if the device is not known."""
-        if self.device not in DEVICES:
-            raise ConfigError(f"unknown device {self.device!r}: use one of {', '.join(DEVICES)}.")
-        return DEVICES[self.device]
+        return self._card.sheet
+
+    @property
+    def usual(self) -> "Hardware":
+        """The machine that a run takes for its own: it knows a device, but no links or tables."""
+        return machine_of(self.device) if self.device in DEVICES else self
 
 
 def machine(name: str) -> Hardware:
     """The machine of a name in `machines.toml`, or of a TOML file of the same form.
 
-    Raises `ConfigError` if there is no such machine, or the file is not of this form.
+    A JSON file is the table of a card, in its usual machine. Raises `ConfigError` if there is no
+    such machine, or the file is not of this form.
     """
     known = tomllib.loads(files(__package__).joinpath("machines.toml").read_text("utf-8"))
     if name in known:
         return _read(known[name], f"--machine {name}")
+    if name.endswith(".json"):
+        return replace(machine_of(read_table(name).device), table=name)
     if not name.endswith(".toml"):
         raise ConfigError(
-            f"unknown machine {name!r}: use one of {', '.join(known)}, or a .toml file with "
-            f"some of {', '.join(field.name for field in fields(Hardware))}."
+            f"unknown machine {name!r}: use one of {', '.join(known)}, the .json file of "
+            f"`python -m jaxpipe.bench ops --table`, or a .toml file with some of "
+            f"{', '.join(field.name for field in fields(Hardware))}."
         )
     try:
         content = tomllib.loads(Path(name).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--machine {name} cannot be read ({error}).") from error
-    return _read(content, f"--machine {name}")
+    return _read(content, f"--machine {name}", Path(name).parent)
 
 
 def machine_of(device: str) -> Hardware:
@@ -176,20 +194,29 @@ def machine_of(device: str) -> Hardware:
     return machine(name) if name in known else Hardware(device=device)
 
 
-def _read(content: Mapping[str, Any], where: str) -> Hardware:
+def _read(content: Mapping[str, Any], where: str, folder: Path = Path()) -> Hardware:
     names = [field.name for field in fields(Hardware)]
     values = {}
     for key, value in content.items():
         if key not in names:
             raise ConfigError(f"{where}: unknown key {key!r}: use some of {', '.join(names)}.")
+        if key in ("device", "table"):
+            values[key] = str(value)
+            continue
         try:
-            values[key] = (
-                parse_bytes(value) if isinstance(value, str) and key != "device" else value
-            )
+            values[key] = parse_bytes(value) if isinstance(value, str) else value
         except ArgumentTypeError as error:
             raise ConfigError(f"{where}: {key}: {error}.") from error
-        if key != "device" and (not isinstance(values[key], int | float) or values[key] <= 0):
+        if not isinstance(values[key], int | float) or values[key] <= 0:
             raise ConfigError(f"{where}: {key}={value!r} must be a number above 0.")
+    if "table" in values:
+        values["table"] = str(folder / values["table"])
+        measured = read_table(values["table"]).device
+        if values.setdefault("device", measured) != measured:
+            raise ConfigError(
+                f"{where}: device={values['device']!r} with the table of {measured!r}: leave out "
+                f"one of them."
+            )
     found = Hardware(**values)
     _ = found.sheet
     return found
