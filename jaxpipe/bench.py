@@ -1,6 +1,7 @@
 """`python -m jaxpipe.bench WHAT ...`: measure, and compare with the simulator and with PyTorch.
 
-  ops CONFIG     seconds, FLOPs and rates of every op on the present device
+  ops CONFIG     seconds, FLOPs and rates of every op on the present device;
+                 with --table instead of CONFIG the rates of the device, for any plan
   correct CONFIG errors of F, B and W in bfloat16 and fp8, relative to float32
   train CONFIG   training steps on the present devices
   report         every measurement for one GPU, as launch/gpu_report.sh runs it

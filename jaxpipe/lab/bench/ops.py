@@ -6,6 +6,10 @@ on all devices that share a sequence (`parallel.tp` x `parallel.cp`); with fewer
 on one device at the sizes of a tp shard and without collectives. Each op is printed with the FLOPs
 of its matrix products as the planner counts them, their rate, and that rate as a share of the
 device's peak. `plan --costs` and `parallel.costs` read the file.
+
+With `--table` and without a configuration it measures the device itself: matrix products by dtype
+and sizes, attention by length and head size, copies, launches and the rate under load. `plan
+--machine FILE.json` reads that file, for any configuration.
 """
 
 import argparse
@@ -17,7 +21,7 @@ import jax
 from msgspec.structs import replace
 
 from jaxpipe.config import Config, ConfigError, ParallelConfig
-from jaxpipe.lab.bench import options
+from jaxpipe.lab.bench import card, options
 from jaxpipe.lab.bench.processes import processor_name
 from jaxpipe.planning.cost.costs import costs_of
 from jaxpipe.planning.cost.hardware import measured_for
@@ -32,16 +36,23 @@ _COLUMNS = ("op", "ms", "GFLOP", "TFLOP/s", "of the peak")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    options.add_config(parser, "configs/llama3_8b_pp4.toml")
+    options.add_config(parser, "configs/llama3_8b_pp4.toml", needed=False)
     add("--layers", type=int, default=2, help="layers in an iteration of a loop (2)")
     add("--repeats", type=int, default=5, help="loops, of which the median counts (5)")
     add("--link", type=float, default=50e9, help="bytes/s to a neighbour, if there is none (50e9)")
+    card.add_arguments(parser)
     options.add_out(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print the table and write the file."""
     options.check_positive(layers=arguments.layers, repeats=arguments.repeats)
+    if "config" not in arguments and arguments.overrides:  # options came first (`parse_commands`)
+        arguments.config, *arguments.overrides = arguments.overrides
+    if arguments.table:
+        return card.run(arguments)
+    if "config" not in arguments:
+        raise ConfigError("give a configuration, or --table to measure the card.")
     config = options.load_for_devices(arguments)
     result = options.provenance(arguments) | measure(
         config, arguments.layers, arguments.repeats, arguments.link

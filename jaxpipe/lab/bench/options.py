@@ -21,9 +21,10 @@ from jaxpipe.runtime.environment import use_cpu_devices, use_gpu_memory
 from jaxpipe.runtime.storage.files import write_whole
 
 
-def add_config(parser: argparse.ArgumentParser, example: str) -> None:
+def add_config(parser: argparse.ArgumentParser, example: str, *, needed: bool = True) -> None:
     """Add the arguments for a configuration and its overrides; `example` is shown in the help."""
-    parser.add_argument("config", help=f"a TOML file, such as {example}")
+    optional: dict[str, Any] = {} if needed else {"nargs": "?", "default": argparse.SUPPRESS}
+    parser.add_argument("config", help=f"a TOML file, such as {example}", **optional)
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
 
 
