@@ -55,6 +55,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return 0
 
     @property
+    def tokens_before(self) -> int:
+        """Number of tokens before each that its layers read in `inputs_before_1`, and so on."""
+        return 0
+
+    @property
     def has_cache(self) -> bool:
         """Whether generation has a cache of earlier tokens; without one it computes them again."""
         return True
@@ -232,8 +237,8 @@ class ModelFamily:
         """
         if not self.formats:
             raise ValueError(
-                f"the family {self.name!r} has no form at Hugging Face: use a model of another "
-                f"family."
+                f"the family {self.name!r} has no form at Hugging Face, in which a model could be "
+                f"exported: leave exports out, or use a model of another family."
             )
         for form in self.formats:
             if form.describes(model):

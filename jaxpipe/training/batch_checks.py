@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.config import Config, ConfigError
-from jaxpipe.model.ahead import ahead_keys
 from jaxpipe.model.layers.moe.balance import REAL, ROUTES
 from jaxpipe.model.loss import CHOICES, IGNORE
+from jaxpipe.model.neighbours import neighbour_keys
 
 Batch = dict[str, np.ndarray]
 SAMPLES = "samples"  # batch key of the numbers of a row's sample in the run, which dropout needs
@@ -62,7 +62,7 @@ def _check_names(given: Mapping[str, Any], config: Config, keys: Sequence[str] |
             f"rows of train.variable_length may end in padding, which no expert takes, but the "
             f"batch has only {', '.join(given)}: give `real`, 1 at tokens and 0 at padding."
         )
-    computed = ("slice", *ahead_keys(config.model.tokens_ahead))
+    computed = ("slice", *neighbour_keys(config.model))
     reads = [name for name in keys or given if name not in computed]
     if not config.data.documents and REAL not in reads:  # without experts it is checked alone
         reads.append(REAL)

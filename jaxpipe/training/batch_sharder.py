@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.core.mesh import batch_spec, shard_batch
 from jaxpipe.data.balance import RowBalance
-from jaxpipe.model.ahead import ahead_keys, rows_ahead
 from jaxpipe.model.layers.moe.balance import REAL
+from jaxpipe.model.neighbours import neighbour_keys, neighbour_rows
 from jaxpipe.training.argument_checks import check_position
 from jaxpipe.training.batch_checks import SAMPLES, check_batch, dtype_of
 
@@ -48,9 +48,9 @@ class BatchSharder:
         """Names of the arrays of a training batch."""
         packed = ("segments", "positions") if self.config.data.documents else ()
         real = (REAL,) if self.config.marks_padding else ()
-        ahead = ahead_keys(self.config.model.tokens_ahead)
+        neighbours = neighbour_keys(self.config.model)
         numbers = (SAMPLES,) if self.numbered else ()
-        return ("inputs", "targets", *packed, *real, *ahead, *numbers, *self.config.loss_rows)
+        return ("inputs", "targets", *packed, *real, *neighbours, *numbers, *self.config.loss_rows)
 
     def rows(self, process: int | None = None) -> slice:
         """The examples of each microbatch that a process reads; None: this process.
@@ -106,7 +106,7 @@ class BatchSharder:
         check_position(position)
         if self.keys is not None and REAL not in self.keys:
             batch.pop(REAL, None)  # without experts nothing reads what it marks
-        batch |= rows_ahead(batch, self.config.model.tokens_ahead)
+        batch |= neighbour_rows(batch, self.config.model)
         microbatches, own, length = batch["inputs"].shape
         first = 0 if own == size else rows.start
         if position is not None and SAMPLES in batch:

@@ -49,7 +49,7 @@ def build_stage_module(
 
     Raises:
       ValueError: there are fewer layers than stages, or no such stage; embedding and head are one
-        matrix; layers have experts or dropout.
+        matrix; layers have experts or dropout, or read tokens.
 
     >>> from jaxpipe.model.families.llama.config import LlamaConfig
     >>> config = LlamaConfig(n_layers=3, d_model=8, vocab_size=16, n_heads=2, n_kv_heads=2, d_ff=16)
@@ -66,11 +66,12 @@ def build_stage_module(
         )
     model = FAMILIES[config.family].build(config)
     assert isinstance(model, CausalDecoder)
-    if config.routed_experts or config.tokens_ahead or model.dropout:
+    reads_rows = config.tokens_ahead or config.tokens_before or model.dropout
+    if config.routed_experts or reads_rows:
         raise ValueError(
-            "layers with experts or predictions return losses and counts, and dropout reads the "
-            "samples' numbers, for which a module's call has no place: train this model with "
-            "train.py."
+            "layers with experts or predictions return losses and counts, look-ups of n-grams read "
+            "tokens, and dropout the samples' numbers, for which a module's call has no place: "
+            "train this model with train.py."
         )
     key = jax.random.key(0) if key is None else key
     start, end = compute_layer_assignment(config.n_layers, pp_size)[pp_rank]

@@ -10,8 +10,8 @@ from meshes import MODELS, problem, run
 from jaxpipe.core.contract import Aux, Context
 from jaxpipe.core.executor import step_ref
 from jaxpipe.core.schedule import Lockstep
-from jaxpipe.model.ahead import ahead_keys, rows_ahead
 from jaxpipe.model.loss import IGNORE
+from jaxpipe.model.neighbours import ahead_keys, rows_ahead
 
 
 def norm(x, scale, eps=1e-6):

@@ -13,9 +13,9 @@ from jaxpipe.core.contract.sequence import FULL_SEQUENCE
 from jaxpipe.core.executor import Execution, Pipeline, step_ref
 from jaxpipe.core.mesh import ContextParallel, make_mesh, shard_batch
 from jaxpipe.model import FAMILIES
-from jaxpipe.model.ahead import rows_ahead
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.loss import IGNORE
+from jaxpipe.model.neighbours import rows_ahead
 
 LENGTH, DEPTH = 8, 2
 DENSE = {name: size for name, size in SIZES.items() if "expert" not in name}

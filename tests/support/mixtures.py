@@ -26,12 +26,12 @@ from jaxpipe.core.mesh import (
     shard_batch,
 )
 from jaxpipe.model import FAMILIES
-from jaxpipe.model.ahead import rows_ahead
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.layers.moe.layer import choose_dispatch
 from jaxpipe.model.layers.moe.reference import one_hot
 from jaxpipe.model.loss import IGNORE
+from jaxpipe.model.neighbours import rows_ahead
 from jaxpipe.model.options import Ops, Sharing
 from jaxpipe.schedules import build
 

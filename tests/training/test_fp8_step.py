@@ -15,7 +15,6 @@ from routed import restored, run
 from jaxpipe import config as configs
 from jaxpipe.core.executor import Execution, Pipeline, step_ref
 from jaxpipe.core.mesh import ExpertParallel, ReplicaFactors, TensorParallel, make_mesh
-from jaxpipe.model.ahead import rows_ahead
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.deepseek.decoder import DeepseekDecoder
 from jaxpipe.model.families.gpt2.config import GPT2Config
@@ -27,6 +26,7 @@ from jaxpipe.model.families.qwen3_next.decoder import HybridDecoder
 from jaxpipe.model.kernels.grouped_fp8 import GroupedFp8
 from jaxpipe.model.layers.fp8 import Fp8
 from jaxpipe.model.layers.lora import Adapters, LoraDecoder
+from jaxpipe.model.neighbours import rows_ahead
 from jaxpipe.model.options import Ops, Sharing
 from jaxpipe.schedules import build
 from jaxpipe.training.trainer import Trainer

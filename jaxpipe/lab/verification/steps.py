@@ -21,8 +21,8 @@ from jaxpipe.core.executor.tick import DeviceWork
 from jaxpipe.core.schedule import Tables
 from jaxpipe.lab.verification.observed import Observed
 from jaxpipe.lab.verification.problem import Batch, documents_as_rows, float64_values
-from jaxpipe.model.ahead import rows_ahead
 from jaxpipe.model.layers.moe.reference import one_hot
+from jaxpipe.model.neighbours import neighbour_rows
 from jaxpipe.planning import Devices, resolve
 from jaxpipe.training.state import State
 from jaxpipe.training.trainer import Trainer
@@ -180,7 +180,7 @@ class Reference:
         trainer = self.trainer
         if self.separates:
             rows = documents_as_rows(batch)
-            placed = rows | rows_ahead(rows, self.config.model.tokens_ahead)
+            placed = rows | neighbour_rows(rows, self.config.model)
         else:
             placed = trainer.put(batch, position)
         outputs = step_ref(

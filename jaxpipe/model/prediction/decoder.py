@@ -10,10 +10,10 @@ from flax import nnx
 
 from jaxpipe.core.contract import Aux, Context, LayerOutput, StageFunctions
 from jaxpipe.core.contract.layer import EMBED_HEAD
-from jaxpipe.model.ahead import ahead_keys
 from jaxpipe.model.families.llama.decoder import LlamaDecoder
 from jaxpipe.model.layers.parts import Init
 from jaxpipe.model.loss import count_valid
+from jaxpipe.model.neighbours import ahead_keys
 from jaxpipe.model.options import LayerParts
 from jaxpipe.model.prediction.config import PREDICTION, PredictingConfig
 from jaxpipe.model.prediction.layer import Predicted, Predictions
@@ -25,7 +25,7 @@ class PredictingDecoder(LlamaDecoder):
     """A Llama-style decoder whose last layer predicts further tokens, with `mtp_depth`.
 
     This layer returns its input, which the head reads as without it, and its losses as an auxiliary
-    output. A microbatch then has the rows of `jaxpipe.model.ahead`.
+    output. A microbatch then has the rows of `jaxpipe.model.neighbours`.
     """
 
     config: PredictingConfig

@@ -22,10 +22,10 @@ from jaxpipe.core.split import POLICIES
 from jaxpipe.core.split.crossing import RECOMPUTED, Policy
 from jaxpipe.core.split.halves import in_halves
 from jaxpipe.core.split.split import Cotangent, inexact
-from jaxpipe.model.ahead import ahead_keys
 from jaxpipe.model.kernels.cudnn_attention import replace_kernels
 from jaxpipe.model.layers.moe.balance import REAL
 from jaxpipe.model.loss import CHOICES
+from jaxpipe.model.neighbours import neighbour_keys
 from jaxpipe.planning.cost.costs import LayerCosts, ModelCosts, Parameters, size_of
 from jaxpipe.planning.cost.kernels import Operations
 from jaxpipe.planning.cost.liveness import WorkingSet, working_set
@@ -294,7 +294,7 @@ def rows_of(config: Config, functions: StageFunctions) -> Tree:
         rows[REAL] = ids
     if "segments" in reads:
         rows |= {"segments": ids, "positions": ids}
-    rows |= dict.fromkeys(ahead_keys(config.model.tokens_ahead), ids)
+    rows |= dict.fromkeys(neighbour_keys(config.model), ids)
     for name, dims in config.loss_rows.items():
         dtype = jnp.int32 if name == CHOICES else jnp.float32
         rows[name] = jax.ShapeDtypeStruct((*ids.shape, *dims), dtype)
