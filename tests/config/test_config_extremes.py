@@ -46,6 +46,7 @@ MORE = {
     "gpt_oss": f"{_LOCAL}n_experts = 4\nexperts_per_token = 2\n",
     "olmo2": "n_kv_heads = 1", "olmo3": _LOCAL, "glm4": "n_kv_heads = 1", "phi3": "n_kv_heads = 1",
     "seed_oss": "n_kv_heads = 1", "exaone4": _LOCAL,
+    "engram": "n_kv_heads = 1\nngram_heads = 2\nngram_rows = 8\nngram_width = 4\n",
     "glm4_moe": "n_kv_heads = 1\nn_experts = 2\nexperts_per_token = 2\n",
     "ernie4_5_moe": "n_kv_heads = 1\nn_experts = 2\nexperts_per_token = 2\n",
     "minimax_m2": "n_kv_heads = 1\nn_experts = 2\nexperts_per_token = 2\n",

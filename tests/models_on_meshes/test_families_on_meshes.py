@@ -130,6 +130,21 @@ CASES = {
         "packed_nemotron_h", "dualpipev", (2, 2, 1),
         {"ep": 2, "zero_stage": 3, "remat": "ahead"},
     ),
+    "engram": ("engram", "zb_h1", (2, 1, 2), {"sequence": True, "vocab_parallel": True}),
+    "engram, slices": ("engram", "zb_h1", (2, 1, 2), {"slices": 4, "remat": "full"}),
+    "engram, exchanged heads": ("packed_engram", "zbv", (2, 2, 1), {"cp": 2, "heads": 2}),
+    "engram, all": (
+        "packed_engram", "zb_h1", (2, 2, 2),
+        {"cp": 2, "heads": 1, "slices": 2, "ep": 2, "sequence": True, "zero_stage": 3,
+         "reshard_after_forward": True, "remat": "selective", "poison_bubbles": True},
+    ),
+    "engram, four ranks": (
+        "packed_engram", "1f1b", (4, 2, 1), {"cp": 2, "slices": 2, "ep": 2, "zero_stage": 2},
+    ),
+    "engram, loops": (
+        "packed_engram_deep", "dualpipev", (2, 2, 2),
+        {"unroll_layers": 1, "ep": 2, "zero_stage": 3, "remat": "ahead"},
+    ),
     "gpt_oss, recomputed ahead": (
         "packed_gpt_oss",
         "1f1b",
@@ -153,6 +168,7 @@ FEW = [
     "qwen3_next, packed shards",
     "kimi_linear",
     "nemotron_h, recomputed ahead",
+    "engram, all",
     "gpt_oss, recomputed ahead",
     "deepseek, recomputed ahead",
 ]

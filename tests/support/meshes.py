@@ -26,9 +26,9 @@ from jaxpipe.core.mesh import (
 from jaxpipe.core.schedule import Costs, recompute_ahead
 from jaxpipe.core.schedule.lockstep import PLAIN
 from jaxpipe.model import FAMILIES
-from jaxpipe.model.ahead import rows_ahead
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.deepseek_v4.config import DeepseekV4Config
+from jaxpipe.model.families.engram.config import EngramConfig
 from jaxpipe.model.families.gemma3.config import Gemma3Config
 from jaxpipe.model.families.glm4 import Glm4Config
 from jaxpipe.model.families.glm4_moe import Glm4MoeConfig
@@ -44,6 +44,7 @@ from jaxpipe.model.families.olmo3 import Olmo3Config
 from jaxpipe.model.families.qwen3_next.config import Qwen3NextConfig
 from jaxpipe.model.layers.moe.balance import REAL
 from jaxpipe.model.loss import IGNORE
+from jaxpipe.model.neighbours import neighbour_rows
 from jaxpipe.model.options import Loss, Ops, Sharing
 from jaxpipe.schedules import build
 
@@ -79,6 +80,10 @@ KIMI = SIZES | MIXTURE | {
     "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
     "d_expert": 12, "router_bias": False, "attention_every": 2, "delta_heads": 4,
     "delta_head_dim": 6, "delta_taps": 3, "delta_chunk": 2,
+}  # fmt: skip
+# The second and third of four layers look up n-grams, many of which share a row.
+NGRAMS = {
+    "n_kv_heads": 2, "ngram_layers": (1, 2), "ngram_heads": 4, "ngram_rows": 13, "ngram_width": 3,
 }  # fmt: skip
 INDEXED = LATENT | {"index_topk": 3, "index_n_heads": 8, "index_head_dim": 6}
 MODELS = {
@@ -123,6 +128,9 @@ MODELS = {
     "packed_nemotron_h": NemotronHConfig(
         **SIZES, **MAMBA, **MIXTURE, layer_pattern="MEM*", d_expert=12, shared_experts=1
     ),
+    "engram": EngramConfig(**SIZES, **NGRAMS),
+    "packed_engram": EngramConfig(**SIZES, **NGRAMS, **MIXTURE),
+    "packed_engram_deep": EngramConfig(**SIZES | {"n_layers": 8}, **NGRAMS, **MIXTURE),
     "glm4": Glm4Config(**SIZES, n_kv_heads=1, qkv_bias=True),
     "dropping": LlamaConfig(**SIZES, n_kv_heads=2, dropout=0.3, attention_dropout=0.2),
     "gpt2_dropping": GPT2Config(**SIZES, max_seq_len=11, dropout=0.2, attention_dropout=0.3),
@@ -220,13 +228,13 @@ def problem(model, dtype, examples=EXAMPLES):
         batch["samples"] = np.broadcast_to(numbers, inputs.shape)
     if model.startswith("packed"):
         batch = packed(batch)
-    return decoder, shared, layers, with_rows_ahead(config, batch)
+    return decoder, shared, layers, with_neighbours(config, batch)
 
 
-def with_rows_ahead(config, batch):
-    """Add the rows of a model that predicts further tokens."""
+def with_neighbours(config, batch):
+    """Add the rows of a model that predicts further tokens, or reads earlier ones."""
     batch = jax.device_get(batch)
-    return batch | rows_ahead(batch, config.tokens_ahead)
+    return batch | neighbour_rows(batch, config)
 
 
 def packing_of(model):
@@ -279,7 +287,7 @@ def wanted(model, dtype, examples=EXAMPLES, z_loss=0.0):
     if model.startswith("packed"):  # the documents one by one, by a model without packing
         config = msgspec.structs.replace(decoder.config, attention="xla")
         decoder = replace(decoder, config=config).with_options(ops={"documents": 0})
-        batch = with_rows_ahead(config, alone(batch))
+        batch = with_neighbours(config, alone(batch))
     functions = decoder.with_options(loss={"z_loss": z_loss}).functions
     step = losses_and_gradients_ref(functions, shared, layers, batch, 1, functions.variables)
     return jax.device_get(step)

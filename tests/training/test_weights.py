@@ -135,6 +135,10 @@ def test_a_disk_that_hesitates_does_not_keep_exports(tmp_path, monkeypatch):
 
 
 def test_an_export_is_of_a_checkpoint():
+    engram = ["model.family=engram", "model.ngram_rows=8", "model.ngram_width=4"]
+    config = configs.load(SMALL, [*engram, "checkpoint.every=4", "checkpoint.export_every=4"])
+    with pytest.raises(ConfigError, match="export_every=4: the family 'engram' has no form"):
+        check_settings(config)
     config = configs.load(SMALL, ["checkpoint.every=4", "checkpoint.export_every=6"])
     with pytest.raises(ConfigError, match="export_every=6 must be a multiple of the 4 steps"):
         check_settings(config)

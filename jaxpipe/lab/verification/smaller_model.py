@@ -11,10 +11,10 @@ from jaxpipe.model import ModelConfig
 from jaxpipe.model.layers.moe.config import is_sparse
 
 _HEAD, _HIDDEN = 8, 12  # widths of a head, and per device of an MLP
-_WIDTHS = {  # of DeepSeek's attention, in which all differ
+_WIDTHS = {  # of DeepSeek's attention and of look-ups, in which all differ
     "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
     "v_head_dim": 5, "o_lora_rank": 10, "index_n_heads": 8, "index_head_dim": 7, "csa_rate": 2,
-    "hca_rate": 4,
+    "hca_rate": 4, "ngram_rows": 13, "ngram_width": 3,
 }  # fmt: skip
 _RECURRENT = {  # of delta networks, and of Mamba-2
     "delta_key_dim": 6, "delta_value_dim": 5, "delta_head_dim": 6, "delta_taps": 4,
@@ -30,7 +30,7 @@ def smaller_model(
 
     Key/value heads stay shared by query heads, or copied on devices, where they were; a vocabulary
     that its devices do not divide stays one; groups of experts, shared experts, leading dense
-    layers, a sliding window, chunks, chosen keys and predictions of further tokens stay.
+    layers, a sliding window, chunks, chosen keys, look-ups and predictions of further tokens stay.
 
     Args:
       model: the model of the run.
@@ -59,6 +59,8 @@ def smaller_model(
         "index_topk": min(getattr(model, "index_topk", 0), length // 2 - 1),
         "nope_every": min(getattr(model, "nope_every", 0), every),
         "attention_every": min(getattr(model, "attention_every", 0), every),
+        "ngram_layers": tuple(i for i in getattr(model, "ngram_layers", ()) if i < layers),
+        "ngram_heads": 2 * after.tp,
         "temperature_floor": min(getattr(model, "temperature_floor", 0), 2),
         "preset": "",
     }

@@ -2,6 +2,7 @@
 
 from jaxpipe.model.families.deepseek.presets import DEEPSEEK
 from jaxpipe.model.families.deepseek_v4.config import DEEPSEEK_V4
+from jaxpipe.model.families.engram.config import ENGRAM
 from jaxpipe.model.families.ernie4_5_moe import ERNIE4_5_MOE
 from jaxpipe.model.families.exaone4 import EXAONE4
 from jaxpipe.model.families.gemma3.config import GEMMA3
@@ -26,7 +27,7 @@ FAMILIES = {
     for family in (
         LLAMA, GEMMA3, GPT_OSS, LLAMA4, OLMO2, OLMO3, GLM4, PHI3, GLM4_MOE, MINIMAX_M2, SEED_OSS,
         EXAONE4, ERNIE4_5_MOE, QWEN3_NEXT, QWEN3_5, NEMOTRON_H, DEEPSEEK, DEEPSEEK_V4,
-        KIMI_LINEAR, GPT2,
+        KIMI_LINEAR, ENGRAM, GPT2,
     )
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from jaxpipe.config.rules import declared_rules
 from jaxpipe.model.attention import case as attention
 from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
+from jaxpipe.model.families.engram.config import EngramConfig
 from jaxpipe.model.families.kimi_linear.config import KimiLinearConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama4.config import Llama4Config
@@ -40,6 +41,7 @@ RULES: tuple[Callable[..., object], ...] = (
     LlamaConfig.broken_rules,
     Llama4Config.broken_rules,
     DeepseekConfig.broken_rules,
+    EngramConfig.broken_rules,
     Qwen3NextConfig.broken_rules,
     Qwen3NextConfig.unmet_by_attention,
     KimiLinearConfig.broken_rules,

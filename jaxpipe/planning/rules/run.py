@@ -1,6 +1,7 @@
 """Rules of the optimizer, of the checkpoint that a run starts from, and of checks of its steps."""
 
 from jaxpipe.config import Config, ConfigError, is_custom
+from jaxpipe.model import FAMILIES
 from jaxpipe.planning.cost.costs import costs_of
 
 
@@ -30,8 +31,17 @@ def _check_start(config: Config) -> None:
 
     `checkpoint.export_every` must be a multiple of `checkpoint.every`, or of `train.steps` if that
     is 0.
+
+    `checkpoint.export_every` needs a model that Hugging Face has a form for.
     """
     checkpoint = config.checkpoint
+    if checkpoint.export_every:
+        try:
+            FAMILIES[config.model.family].format_of(config.model)
+        except ValueError as error:
+            raise ConfigError(
+                f"checkpoint.export_every={checkpoint.export_every}: {error}"
+            ) from error
     saves = checkpoint.every or config.train.steps
     if checkpoint.export_every % saves:
         raise ConfigError(

@@ -13,6 +13,7 @@ from jaxpipe.config import Config
 from jaxpipe.config.units import readable_bytes
 from jaxpipe.core.executor.buffers import HOST
 from jaxpipe.core.schedule import SimulationReport, Tables, simulate
+from jaxpipe.model import FAMILIES
 from jaxpipe.planning.advice import advise_on_in_flight
 from jaxpipe.schedules import draw_timeline
 from jaxpipe.training.trainer import Trainer
@@ -146,10 +147,10 @@ def closing_words(config: Config, carried: dict[str, Any], step: int) -> str:
     saved = f"{directory}/checkpoints/{step}"
     on_cpu = " runtime.cpu_devices=1" * bool(config.runtime.cpu_devices)
     prompt = ServingFiles.from_meta(carried).example_prompt
+    export = f", `python -m jaxpipe.checkpoint export {saved} OUT_DIR` for transformers"
     write = f", or to let it write `python -m jaxpipe.generate {directory} {prompt}{on_cpu}`"
     return (
         f"done: {step} steps; saved in {saved}, numbers of all steps in "
-        f"{directory}/metrics.jsonl; next: a larger train.steps to train on, "
-        f"`python -m jaxpipe.checkpoint export {saved} OUT_DIR` for transformers"
-        f"{write * bool(prompt)}"
+        f"{directory}/metrics.jsonl; next: a larger train.steps to train on"
+        f"{export * bool(FAMILIES[config.model.family].formats)}{write * bool(prompt)}"
     )

@@ -46,6 +46,11 @@ OTHERS = {
         "index_head_dim = 16",
         ("parallel.tp=2", "parallel.slices=2", "train.remat=full"),
     ),
+    "engram": (
+        "family = 'engram'\nn_kv_heads = 2\nngram_layers = [1, 2]\nngram_rows = 1000\n"
+        "ngram_width = 16\nn_experts = 4\nexperts_per_token = 2",
+        ("parallel.cp=2", "parallel.tp=2", "parallel.slices=2", "data.packing=best_fit"),
+    ),
     "deepseek_v4": (
         "family = 'deepseek_v4'\nhead_dim = 16\nqk_rope_head_dim = 8\nq_lora_rank = 24\n"
         "o_groups = 4\no_lora_rank = 16\nindex_n_heads = 4\nindex_head_dim = 16\n"
