@@ -111,6 +111,10 @@ CASES = {
         "packed_qwen3_next_runs", "1f1b", (2, 2, 1),
         {"unroll_layers": 1, "zero_stage": 3, "reshard_after_forward": True, "slices": 2},
     ),
+    "kimi_linear, loops": (
+        "packed_kimi_linear_runs", "zb_h1", (2, 2, 1),
+        {"unroll_layers": 1, "cp": 2, "slices": 2, "remat": "full", "poison_bubbles": True},
+    ),
     "nemotron_h": ("nemotron_h", "zb_h1", (2, 1, 2), {"sequence": True}),
     "nemotron_h, slices": ("nemotron_h", "zb_h1", (2, 1, 2), {"slices": 4, "remat": "full"}),
     "nemotron_h, packed slices": (
@@ -144,6 +148,10 @@ CASES = {
     "engram, loops": (
         "packed_engram_deep", "dualpipev", (2, 2, 2),
         {"unroll_layers": 1, "ep": 2, "zero_stage": 3, "remat": "ahead"},
+    ),
+    "nemotron_h, loops": (
+        "packed_nemotron_h_runs", "1f1b", (2, 2, 1),
+        {"unroll_layers": 1, "ep": 2, "zero_stage": 3, "reshard_after_forward": True},
     ),
     "gpt_oss, recomputed ahead": (
         "packed_gpt_oss",
@@ -191,12 +199,16 @@ def cases():
 
     All else combines: packed documents, ring attention or shards of a recurrence, slices where the
     schedule has them, tensor with sequence parallelism, experts and ZeRO 3 over replicas. On 4
-    ranks, where 8 devices are too few for tp and replicas, the two alternate.
+    ranks, where 8 devices are too few for tp and replicas, the two alternate. Two further hybrids,
+    whose layers differ from the first in their mixers alone, have half of the cases.
     """
-    models = "packed_gpt_oss", "packed_mixture_ahead", "packed_qwen3_next"
+    recurrent = "packed_qwen3_next", "packed_kimi_linear", "packed_nemotron_h"
+    models = "packed_gpt_oss", "packed_mixture_ahead", *recurrent
     for (m, model), (s, schedule), pp in product(enumerate(models), enumerate(BUILDERS), (2, 4)):
+        if m > 2 and pp != (2, 4)[(s // 2 + m) % 2]:
+            continue
         replicas = {"cp": 2, "ep": 2, "zero_stage": 3, "reshard_after_forward": True}
-        replicas["heads"] = 0 if model == "packed_qwen3_next" else 1
+        replicas["heads"] = 0 if model in recurrent else 1
         how = {"remat": list(POLICIES)[(s + m) % 3], "poison_bubbles": True}
         if FAMILIES[schedule].has_option("slices"):
             how["slices"] = 2

@@ -58,6 +58,10 @@ def test_halves_with_shared_experts(schedule, remat, halves):
         ("packed_qwen3_next", "1f1b", (2, 2, 1), {"cp": 2, "slices": 2}),
         ("qwen3_next", "zb_h1", (2, 1, 2), OF_SEQUENCE | {"remat": "selective", "sequence": True}),
         ("packed_qwen3_next", "zbv", (2, 1, 2), OF_SEQUENCE),
+        ("packed_kimi_linear", "1f1b", (2, 2, 1), {"ep": 2, "slices": 2, "remat": "full"}),
+        ("packed_kimi_linear", "zb_h1", (2, 1, 2), OF_SEQUENCE | {"sequence": True}),
+        ("packed_nemotron_h", "zb_h1", (2, 2, 1), {"ep": 2, "remat": "selective"}),
+        ("nemotron_h", "zbv", (2, 1, 2), OF_SEQUENCE | {"remat": "ahead", "sequence": True}),
     ],
     ids=[
         "slices",
@@ -70,6 +74,10 @@ def test_halves_with_shared_experts(schedule, remat, halves):
         "states of shards of slices",
         "states of a sequence",
         "states of packed documents",
+        "Kimi delta attention of slices",
+        "Kimi delta attention of a sequence",
+        "Mamba-2",
+        "Mamba-2 of a sequence",
     ],
 )
 def test_halves_with_other_mechanisms(model, schedule, mesh, how):

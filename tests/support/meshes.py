@@ -85,6 +85,7 @@ KIMI = SIZES | MIXTURE | {
 NGRAMS = {
     "n_kv_heads": 2, "ngram_layers": (1, 2), "ngram_heads": 4, "ngram_rows": 13, "ngram_width": 3,
 }  # fmt: skip
+NEMOTRON = SIZES | MAMBA | MIXTURE | {"d_expert": 12, "shared_experts": 1}
 INDEXED = LATENT | {"index_topk": 3, "index_n_heads": 8, "index_head_dim": 6}
 MODELS = {
     "grouped": LlamaConfig(**SIZES, n_kv_heads=2),
@@ -124,13 +125,14 @@ MODELS = {
     "packed_kimi_linear_deep": KimiLinearConfig(**KIMI | {"n_layers": 8}),
     # Stages of three layers of a kind in a row, and one of another.
     "packed_qwen3_next_runs": Qwen3NextConfig(**HYBRID | {"n_layers": 8, "attention_every": 4}),
+    "packed_kimi_linear_runs": KimiLinearConfig(**KIMI | {"n_layers": 8, "attention_every": 4}),
     "nemotron_h": NemotronHConfig(**SIZES, **MAMBA, layer_pattern="M-M*"),
-    "packed_nemotron_h": NemotronHConfig(
-        **SIZES, **MAMBA, **MIXTURE, layer_pattern="MEM*", d_expert=12, shared_experts=1
-    ),
     "engram": EngramConfig(**SIZES, **NGRAMS),
     "packed_engram": EngramConfig(**SIZES, **NGRAMS, **MIXTURE),
     "packed_engram_deep": EngramConfig(**SIZES | {"n_layers": 8}, **NGRAMS, **MIXTURE),
+    "packed_nemotron_h": NemotronHConfig(**NEMOTRON, layer_pattern="MEM*"),
+    "packed_nemotron_h_runs": NemotronHConfig(**NEMOTRON | {"n_layers": 8}, layer_pattern="MMEE"),
+    "packed_nemotron_h_deep": NemotronHConfig(**NEMOTRON | {"n_layers": 8}, layer_pattern="MEM*"),
     "glm4": Glm4Config(**SIZES, n_kv_heads=1, qkv_bias=True),
     "dropping": LlamaConfig(**SIZES, n_kv_heads=2, dropout=0.3, attention_dropout=0.2),
     "gpt2_dropping": GPT2Config(**SIZES, max_seq_len=11, dropout=0.2, attention_dropout=0.3),

@@ -19,8 +19,12 @@ from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.deepseek.decoder import DeepseekDecoder
 from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.families.gpt2.decoder import GPT2
+from jaxpipe.model.families.kimi_linear.config import KimiLinearConfig
+from jaxpipe.model.families.kimi_linear.decoder import KimiLinearDecoder
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama.decoder import LlamaDecoder
+from jaxpipe.model.families.nemotron_h.config import NemotronHConfig
+from jaxpipe.model.families.nemotron_h.decoder import NemotronHDecoder
 from jaxpipe.model.families.qwen3_5 import Qwen35Config
 from jaxpipe.model.families.qwen3_next.decoder import HybridDecoder
 from jaxpipe.model.kernels.grouped_fp8 import GroupedFp8
@@ -52,6 +56,15 @@ HYBRID = HybridDecoder, Qwen35Config(
     **SIZES, n_kv_heads=2, head_dim=16, attention_every=2, delta_key_heads=2, delta_value_heads=4,
     delta_key_dim=16, delta_value_dim=16, delta_chunk=4,
 )  # fmt: skip
+KIMI = KimiLinearDecoder, KimiLinearConfig(
+    **SIZES, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, n_experts=4,
+    experts_per_token=2, d_expert=16, capacity_factor=1.25, attention_every=2, delta_heads=4,
+    delta_head_dim=8, delta_chunk=4, router_bias=False,
+)  # fmt: skip
+NEMOTRON = NemotronHDecoder, NemotronHConfig(
+    **SIZES, n_kv_heads=2, head_dim=16, layer_pattern="M-M*", mamba_heads=4, mamba_head_dim=8,
+    mamba_groups=2, mamba_state=16, mamba_chunk=4,
+)  # fmt: skip
 GPT = GPT2, GPT2Config(**SIZES, max_seq_len=16)
 
 
@@ -62,7 +75,8 @@ def adapted(config, sharing, ops):
 
 MODELS = {
     "llama": LLAMA, "grouped": GROUPED, "slots": SLOTS, "latent": LATENT,
-    "hybrid": HYBRID, "gpt2": GPT, "adapters": (adapted, LLAMA[1]),
+    "hybrid": HYBRID, "kimi": KIMI, "nemotron": NEMOTRON, "gpt2": GPT,
+    "adapters": (adapted, LLAMA[1]),
     "slots with adapters": (adapted, SLOTS[1]),
     "grouped with adapters": (adapted, GROUPED[1]),
 }  # fmt: skip
@@ -124,6 +138,8 @@ def wanted(model, history, microbatches):
         ("latent", 4, "dualpipe", (2, 2, 1, 2), False, {"remat": "full"}),
         ("hybrid", 4, "zb_h1", (2, 2, 2), True, {"remat": "selective", "zero_stage": 2}),
         ("hybrid", 0, "1f1b", (2, 1, 2), False, {"remat": "full"}),
+        ("kimi", 4, "zb_h1", (2, 2, 1, 2), False, {"remat": "full", "zero_stage": 2}),
+        ("nemotron", 4, "zb_h1", (2, 1, 2), True, {"remat": "selective"}),
     ],
 )
 def test_a_step_is_that_of_one_device(model, history, name, mesh, sequence, execution):

@@ -64,6 +64,19 @@ OTHERS = {
         "delta_value_heads = 8\ndelta_key_dim = 16\ndelta_value_dim = 16\ndelta_chunk = 16",
         ("parallel.cp=2", "parallel.ep=2", "parallel.slices=2", "data.packing=best_fit"),
     ),
+    "kimi_linear": (
+        "family = 'kimi_linear'\nkv_lora_rank = 24\nqk_nope_head_dim = 16\n"
+        "qk_rope_head_dim = 8\nv_head_dim = 16\nattention_every = 2\nn_experts = 4\n"
+        "experts_per_token = 2\nd_expert = 32\ndelta_heads = 4\ndelta_head_dim = 16\n"
+        "delta_chunk = 16",
+        ("parallel.tp=2", "parallel.zero_stage=3", "parallel.schedule=zb_h1"),
+    ),
+    "nemotron_h": (
+        "family = 'nemotron_h'\nn_kv_heads = 4\nlayer_pattern = 'M-E*'\nn_experts = 4\n"
+        "experts_per_token = 2\nmamba_heads = 8\nmamba_head_dim = 16\nmamba_groups = 4\n"
+        "mamba_state = 16\nmamba_chunk = 16",
+        ("parallel.cp=2", "parallel.slices=2", "data.packing=best_fit", "train.remat=full"),
+    ),
     "llama4": (
         "family = 'llama4'\nn_kv_heads = 4\nattention_chunk = 16\ntemperature_floor = 16\n"
         "nope_every = 2\nn_experts = 4\nexperts_per_token = 1",
