@@ -17,7 +17,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       memory: bytes.
       link: bytes per second to another device of the host, one way: NVLink, or PCIe.
       bandwidth: bytes per second of the memory.
-      cores: streaming multiprocessors.
+      cores: streaming multiprocessors; 1: a CPU.
       fp8: dense FLOP/s of 8-bit floats; 0: the device does not multiply them.
     """
 

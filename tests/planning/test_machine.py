@@ -125,6 +125,15 @@ def test_products_that_wait_for_memory_say_nothing_of_the_law():
     assert card.fitted(more).rates == usual.rates
 
 
+def test_few_rows_fill_a_tile_of_a_gpu_and_not_of_a_cpu():
+    rates, few, many = (
+        card.card_of("H100").rates,
+        *(Product(2, 1, rows, 4096, 4096, bytes=0) for rows in (1, 128)),
+    )
+    assert rates.product(few, 132) == pytest.approx(rates.product(many, 132) / 128)
+    assert rates.product(few, 1) == rates.product(many, 1)
+
+
 def test_a_machine_with_a_table_takes_its_rates(tmp_path):
     """Also in a machine's file, from whose folder its path starts."""
     faster = [one | {"tflops": 2 * one["tflops"]} for one in TABLE["attention"]]

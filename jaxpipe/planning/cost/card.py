@@ -146,7 +146,12 @@ def deviations(table: CardTable) -> dict[str, list[float]]:
 
 
 def _busy(one: Product, cores: int) -> float:
-    """Share of all cores' time that goes into results, not into edges or idle in the last wave."""
+    """Share of all cores' time that goes into results, not into edges or idle in the last wave.
+
+    A CPU, which has one core, multiplies without tiles of this size.
+    """
+    if cores == 1:
+        return 1.0
     tiles = one.groups * ceil(one.rows / _TILE) * ceil(one.columns / _TILE)
     waves = tiles / cores
     return one.groups * one.rows * one.columns / (tiles * _TILE**2) * waves / ceil(waves)
