@@ -53,7 +53,6 @@ from jaxpipe.planning import (
     overlapped,
 )
 from jaxpipe.planning.cost.machine import machine, machine_of
-from jaxpipe.planning.helpers import helpers
 from jaxpipe.planning.limits import planned_bytes
 from jaxpipe.planning.page import write_plan_page
 from jaxpipe.planning.progress import PlanProgress
@@ -225,11 +224,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     memory = arguments.memory or hardware.sheet.memory
     devices = replace(Devices.planned(config), memory=memory, hardware=hardware.usual)
     try:
-        forwards = config.parallel.pp * config.train.grad_accum_steps
-        with _no_search_for_cycles(), helpers(forwards) as pool:
+        with _no_search_for_cycles():
             seconds = op_seconds(config, hardware)
             found, refused = estimates(
-                config, seconds, devices=devices, helpers=pool, progress=PlanProgress(),
+                config, seconds, devices=devices, progress=PlanProgress(),
                 families=[find_family(name).name for name in arguments.schedules or ()],
             )  # fmt: skip
     except ValueError as error:

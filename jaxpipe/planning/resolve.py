@@ -230,16 +230,6 @@ def layers_of(config: Config, placement: Placement, devices: Devices) -> tuple[i
     )  # fmt: skip
 
 
-def with_known_vocabulary(config: Config) -> list[Config]:
-    """The configurations from which "auto" chooses: embed_head on the end stages, or over pp."""
-    parallel = config.parallel
-    if parallel.vocab_parallel_pp != "auto":
-        return [config]
-    alone = parallel.pp == 1 or parallel.defer_embed_head or config.train.fused_steps > 1
-    ways = (False,) if alone else (False, True)
-    return [_with_vocabulary(config, shared=shared) for shared in ways]
-
-
 def _with_vocabulary(config: Config, *, shared: bool) -> Config:
     parallel = structs.replace(config.parallel, vocab_parallel_pp=shared)
     return structs.replace(config, parallel=parallel)
@@ -252,7 +242,8 @@ def _gains_by_sharing(config: Config, devices: Devices) -> bool:
     embedding and head on the end stages. A run's own measurements and the memory of a device are
     not used, since each start of a run must decide alike.
     """
-    if len(with_known_vocabulary(config)) == 1:
+    parallel = config.parallel
+    if parallel.pp == 1 or parallel.defer_embed_head or config.train.fused_steps > 1:
         return False
     if config.parallel.costs == "measure":
         config = structs.replace(config, parallel=structs.replace(config.parallel, costs=""))

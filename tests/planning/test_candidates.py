@@ -1,8 +1,6 @@
 """The rows of a plan, which of them is the run's own schedule, and the cost of messages."""
 
-import gc
 import json
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -26,7 +24,6 @@ from jaxpipe.planning import (
     resolve,
 )
 from jaxpipe.planning.cost.parameter_traffic import mirrored_bytes
-from jaxpipe.planning.helpers import begin, helpers
 from jaxpipe.schedules import ScheduleVariant, build
 from jaxpipe.training.trainer import Trainer
 
@@ -76,36 +73,6 @@ def test_one_candidate_is_the_runs_own(label, on_cpu):
         run = arrange(config, Devices()).tables
     assert signature(planned) == signature(run)
     assert all(map(np.array_equal, *map(jax.tree.leaves, (planned.columns, run.columns))))
-
-
-@pytest.mark.slow
-def test_processes_estimate_what_one_does(monkeypatch):
-    """Refusals too; for short schedules no process is started."""
-    monkeypatch.undo()  # search with the default effort
-    how = ["parallel.schedule=zb_auto", "parallel.memory_limit=0.5",
-           "parallel.vocab_parallel_pp=auto"]  # fmt: skip
-    config = configs.load(SMALL, [*SIZES, *how])
-    seconds = analytic(config, Hardware())
-    with helpers(10**6) as pool:
-        found, refused = estimates(config, seconds, helpers=pool)
-    alone, refused_here = estimates(config, seconds)
-    assert list(refused.items()) == list(refused_here.items())
-    assert [one.plan for one in found] == [one.plan for one in alone]
-    for one, other in zip(found, alone):
-        assert (one.report, one.bytes, one.sent) == (other.report, other.bytes, other.sent)
-        assert signature(one.plan.tables) == signature(other.plan.tables)
-    with helpers(10) as pool:
-        assert pool is None
-
-
-def test_a_process_begins_without_a_search_for_cycles():
-    """And with jax imported, while the parent process still traces."""
-    try:
-        begin()
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-    assert "jaxpipe.core.executor" in sys.modules
 
 
 def test_a_search_for_the_scan_knows_the_ticks_of_a_transfer():

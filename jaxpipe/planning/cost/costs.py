@@ -1,7 +1,9 @@
 """Costs of layers, embed_head and messages on one device, traced from the model's functions."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -119,7 +121,7 @@ class ModelCosts:
       head_bytes: bytes that it holds at once beside its inputs.
       message: bytes of the activations between two layers, or of their gradient.
       embed_head: the parameters of embedding, final norm and head.
-      reads: whether layers read these parameters (`LayerKind.reads`).
+      reads: the layer kinds that read these parameters (`LayerKind.reads`).
     """
 
     kinds: Mapping[str, LayerCosts]
@@ -128,37 +130,75 @@ class ModelCosts:
     head_bytes: int
     message: int
     embed_head: Parameters
-    reads: bool = False
+    reads: frozenset[str] = frozenset()
 
     def mean(self, of: Callable[[LayerCosts], float]) -> float:
         """Mean of a number over the model's layers."""
-        return sum(of(self.kinds[name]) for name in self.order) / len(self.order)
+        return self.mean_of({name: of(kind) for name, kind in self.kinds.items()})
+
+    def mean_of(self, by_kind: Mapping[str, float]) -> float:
+        """Mean over the model's layers of a number that is given by kind."""
+        counts = self._counts
+        return sum(count * by_kind[name] for name, count in counts.items()) / len(self.order)
+
+    @cached_property
+    def _counts(self) -> Counter[str]:
+        return Counter(self.order)
 
 
 _traced: dict[Config, ModelCosts] = {}
-_layers: dict[Config, ModelCosts] = {}  # without the vocabulary's sharing over pp
-_embed_heads: dict[Config, ModelCosts] = {}  # without remat
+_last: list[Any] = [None, None]  # the last configuration, and its costs: most calls repeat it
+_layers: dict[Config, ModelCosts] = {}  # by what layers depend on
+_embed_heads: dict[Config, ModelCosts] = {}  # by what embedding and head depend on
 
 
 def costs_of(config: Config) -> ModelCosts:
     """Return the costs of a configuration's model, cached by its `essentials`.
 
+    Layers, and embedding and head, are traced once for all configurations in which they are equal.
     This imports jax, but touches no device.
     """
+    if config is _last[0]:
+        return _last[1]
     key = essentials(config)
     if key not in _traced:
         from jaxpipe.planning.cost.trace import trace
 
-        alone = structs.replace(key.parallel, pp=1, vocab_parallel_pp=False)
-        of_layers = structs.replace(key, parallel=alone)
-        of_embed_head = structs.replace(key, train=structs.replace(key.train, remat="none"))
-        layers = _layers.get(of_layers)
-        if layers and layers.reads:  # of embedding and head, which this one may share otherwise
-            layers = None
-        _traced[key] = trace(key, layers=layers, embed_head=_embed_heads.get(of_embed_head))
+        of_layers, of_embed_head = _essentials_of_layers(key), _essentials_of_embed_head(key)
+        layers, embed_head = _layers.get(of_layers), _embed_heads.get(of_embed_head)
+        if layers and embed_head and not layers.reads:
+            _traced[key] = replace(
+                embed_head, kinds=layers.kinds, order=layers.order, reads=layers.reads
+            )
+        else:
+            _traced[key] = trace(key, layers=layers, embed_head=embed_head)
         _layers.setdefault(of_layers, _traced[key])
         _embed_heads.setdefault(of_embed_head, _traced[key])
+    _last[:] = config, _traced[key]
     return _traced[key]
+
+
+def _essentials_of_layers(essential: Config) -> Config:
+    """The settings that layers depend on which do not read embedding and head."""
+    parallel = structs.replace(essential.parallel, pp=1, vocab_parallel_pp=False)
+    return structs.replace(essential, parallel=parallel)
+
+
+def _essentials_of_embed_head(essential: Config) -> Config:
+    """The settings that embedding and head depend on."""
+    parallel = essential.parallel
+    alone = ParallelConfig(
+        pp=parallel.pp,
+        dp=parallel.cp,
+        cp=parallel.cp,
+        tp=parallel.tp,
+        slices=parallel.slices,
+        sequence_parallel=parallel.sequence_parallel,
+        overlap_halves=essential.halves == "sequence",
+        vocab_parallel_pp=parallel.vocab_parallel_pp,
+    )
+    train = structs.replace(essential.train, remat="none")
+    return structs.replace(essential, parallel=alone, train=train)
 
 
 def recomputing(config: Config) -> Config:
@@ -175,11 +215,6 @@ def ring_costs(config: Config, layout: "StageLayout") -> list[LayerCosts]:
         (of_first if ring in first else kinds)[kind]
         for ring, kind in enumerate(layout.ring_slot_kinds)
     ]
-
-
-def take_traced(known: Mapping[Config, ModelCosts]) -> None:
-    """Add costs that another process has traced to the cache, by their `essentials`."""
-    _traced.update(known)
 
 
 def essentials(config: Config) -> Config:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,13 +12,13 @@ from jaxpipe.core.schedule import ScheduleError, SimulationReport, simulate
 from jaxpipe.core.schedule.scan import scan_time
 from jaxpipe.planning.candidates import arrange_variant, variant_of, variants
 from jaxpipe.planning.cost.compute import update_bytes
-from jaxpipe.planning.cost.costs import ModelCosts, costs_of, essentials, take_traced
+from jaxpipe.planning.cost.costs import costs_of
 from jaxpipe.planning.cost.hardware import NO_COPIES, NO_EXCHANGE, OpSeconds
 from jaxpipe.planning.cost.memory import RankBytes
 from jaxpipe.planning.cost.parameter_traffic import mirrored_bytes, step_traffic
 from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.progress import PlanProgress
-from jaxpipe.planning.resolve import RunPlan, with_known_vocabulary
+from jaxpipe.planning.resolve import RunPlan
 from jaxpipe.schedules import FAMILIES, ScheduleVariant, fusion_gain
 
 if TYPE_CHECKING:
@@ -103,32 +102,12 @@ class Estimate:
         return self.tflops_per_gpu * 1e12 / self.plan.devices.hardware.sheet.flops
 
 
-@dataclass(frozen=True)
-class _Request:
-    """An estimate for another process to compute, which does not trace again what is `known`."""
-
-    config: Config
-    devices: Devices
-    seconds: OpSeconds
-    known: Mapping[Config, ModelCosts]
-
-    def __call__(self, variant: ScheduleVariant) -> Estimate | str:
-        """Return the estimate of a variant, or the reason why the sizes forbid it."""
-        take_traced(self.known)
-        try:
-            plan = arrange_variant(self.config, self.devices, variant, self.seconds)
-        except ScheduleError as error:
-            return str(error)
-        return estimate(plan, self.seconds)
-
-
 def estimates(
     config: Config,
     seconds: OpSeconds,
     *,
     devices: Devices | None = None,
     families: Collection[str] = (),
-    helpers: Executor | None = None,
     progress: PlanProgress | None = None,
 ) -> tuple[list[Estimate], dict[str, str]]:
     """Return the estimates of all schedules that fit the sizes, and by label why others do not.
@@ -140,21 +119,14 @@ def estimates(
       seconds: costs of ops.
       devices: of the run; None: none is present (`Devices.planned`).
       families: names of the schedules besides the configuration's own; empty: all.
-      helpers: processes that compute the estimates (`planning.helpers`); None: this process does.
       progress: prints how many are done, and the fastest of them.
     """
     own, *others = variants(config)
     every = [own, *(one for one in others if not families or one.family in families)]
-    known = {}
-    if helpers:
-        known = {essentials(one): costs_of(one) for one in with_known_vocabulary(config)}
-    request = _Request(config, devices or Devices.planned(config), seconds, known)
+    devices = devices or Devices.planned(config)
     results: dict[ScheduleVariant, Estimate | str] = {}
-    longest_first = sorted(every, key=lambda variant: not FAMILIES[variant.family].is_searched)
-    for variant, result in zip(
-        longest_first, (helpers.map if helpers else map)(request, longest_first)
-    ):
-        results[variant] = result
+    for variant in sorted(every, key=lambda variant: not FAMILIES[variant.family].is_searched):
+        results[variant] = _estimate_variant(config, devices, variant, seconds)
         if progress:
             progress(lambda: _done(results, len(every)))
     refused = {v.label: results[v] for v in every if isinstance(results[v], str)}
@@ -164,6 +136,17 @@ def estimates(
         if v.label not in refused
     ]
     return rows, refused
+
+
+def _estimate_variant(
+    config: Config, devices: Devices, variant: ScheduleVariant, seconds: OpSeconds
+) -> Estimate | str:
+    """The estimate of a variant, or the reason why the sizes forbid it."""
+    try:
+        plan = arrange_variant(config, devices, variant, seconds)
+    except ScheduleError as error:
+        return str(error)
+    return estimate(plan, seconds)
 
 
 def _done(results: Mapping[ScheduleVariant, Estimate | str], of: int) -> str:
