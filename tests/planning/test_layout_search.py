@@ -211,6 +211,10 @@ def test_parts_say_what_they_are_for():
         (["--devices", "4", "--memory", "10kB", "parallel.tp=1"], "nothing fits the 0.0 GiB"),
         (["--devices", "7", "parallel.tp=2"], "1f1b, parallel.tp=2, train.remat=full: pp x dp"),
         (["--devices", "4,8"], "--search needs one number of devices"),
+        (
+            ["--devices", "4", "train.batch_tokens=512", "train.grad_accum_steps=2"],
+            "give one of them",
+        ),
         (["--devices", "4", "--write", "x.csv"], "a name that ends in .toml"),
         (["--devices", "4", "parallel.costs=measure"], "measured seconds are of one mesh"),
         (["--devices", "4", "--timeline"], "--timeline with --search"),
@@ -222,6 +226,20 @@ def test_bad_input_is_one_sentence(words, sentence, capsys):
     said = capsys.readouterr().err
     assert sentence in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("tokens", [512, 1024])
+def test_a_batch_of_the_command_line_replaces_that_of_the_file(tokens, capsys):
+    words = ["parallel.schedule=1f1b", "parallel.pp=2", "parallel.tp=1", "train.microbatch_size=1"]
+    words += ["parallel.zero_stage=1", "train.remat=full", "train.offload_moments=false"]
+    words += ["parallel.vocab_parallel_pp=false", f"train.batch_tokens={tokens}"]
+    assert main([str(SMALL), "--search", "--devices", "2", "--json", *words]) == 0
+    (best, *_) = json.loads(capsys.readouterr().out)["best"]
+    train, length = best["settings"]["train"], configs.load(SMALL).train.seq_len
+    assert train["grad_accum_steps"] * length == tokens
+    assert not train["batch_tokens"]
+    assert main([str(SMALL), "--search", "--devices", "2", *words]) == 0
+    assert "not possible" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

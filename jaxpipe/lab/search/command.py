@@ -1,9 +1,12 @@
 """The command `plan --search`: its arguments, and the search that they ask for."""
 
 import argparse
+from collections.abc import Collection
+
+from msgspec import structs
 
 from jaxpipe import config as configs
-from jaxpipe.config import ConfigError
+from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.reading import read_overrides
 from jaxpipe.lab.search.layout_search import LayoutSearch
 from jaxpipe.lab.search.result import SearchResult
@@ -12,6 +15,7 @@ from jaxpipe.lab.search.table import explain_winner, nothing_found
 from jaxpipe.planning.cost.estimate import Estimate
 from jaxpipe.planning.cost.hardware import Hardware
 from jaxpipe.planning.progress import PlanProgress
+from jaxpipe.planning.rules.across import check_batch
 from jaxpipe.planning.settings import changed, words_of
 
 _OF_PLANS = ("costs", "lengths", "bubble", "fused_steps", "show", "timeline", "picture", "html")
@@ -47,9 +51,9 @@ def search_layouts(
 
     Raises `ConfigError` where nothing is possible, or nothing fits.
     """
-    config = configs.load(arguments.config, arguments.overrides)
     overrides = read_overrides(arguments.overrides)
     fixed = [f"{section}.{key}" for section, settings in overrides.items() for key in settings]
+    config = _with_one_batch(configs.load(arguments.config, arguments.overrides), fixed)
     space = SearchSpace(config, arguments.devices[0], fixed, hardware.per_host)
     memory = arguments.memory or hardware.sheet.memory
     search = LayoutSearch(space, hardware, memory, progress=PlanProgress())
@@ -64,3 +68,19 @@ def search_layouts(
     if len(best) > 1:
         sentence += f"\n{explain_winner(*best[:2])}"
     return best, result, sentence
+
+
+def _with_one_batch(config: Config, fixed: Collection[str]) -> Config:
+    """The configuration with the tokens of a step of the command line, not of the file.
+
+    A search is for these tokens, so it has no use for those of the file beside them.
+
+    Raises `ConfigError` if one place gives them twice, or none does.
+    """
+    settings = ("grad_accum_steps", "batch_tokens")
+    given = [name for name in settings if f"train.{name}" in fixed]
+    if len(given) == 1:
+        unset = {name: 0 for name in settings if name not in given}
+        config = structs.replace(config, train=structs.replace(config.train, **unset))
+    check_batch(config)
+    return config

@@ -34,7 +34,7 @@ def _check_virtual_devices(config: Config) -> None:
         check_count(config, devices, are_present=True)
 
 
-def _check_batch(config: Config) -> None:
+def check_batch(config: Config) -> None:
     """Raise `ConfigError` if the number of microbatches is given twice, or not at all.
 
     `train.grad_accum_steps` or `train.batch_tokens` must be given, and not both.
@@ -54,7 +54,7 @@ def _check_model(config: Config) -> None:
 
 
 CHECKS = (
-    _check_batch,
+    check_batch,
     check_rules,
     *SEQUENCE_CHECKS,
     check_experts,
