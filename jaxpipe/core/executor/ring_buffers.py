@@ -100,10 +100,9 @@ def ring_lengths(
     """
     counts = {use: Counter(values) for use, values in uses.items()}
     every = dict.fromkeys(form for values in uses.values() for form in values)
-    return {
-        form: max(sum(getattr(rank, use) * counts[use][form] for use in uses) for rank in slots_of)
-        for form in every
-    }
+    slots = np.array([[getattr(rank, use) for use in uses] for rank in slots_of])
+    held = np.array([[of[form] for form in every] for of in counts.values()])
+    return dict(zip(every, (slots @ held).max(axis=0).tolist())) if every else {}
 
 
 @dataclass(frozen=True)

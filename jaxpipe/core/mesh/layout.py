@@ -78,7 +78,7 @@ class StageLayout:
             chunks[self._placement.chunk(stage)].append(self._kinds_of(stage))
         return tuple(map(_slots_of, chunks))
 
-    @property
+    @cached_property
     def slot_kinds(self) -> tuple[str, ...]:
         """The kind of every layer slot of a pipeline rank."""
         return tuple(kind for kinds in self.chunk_kinds for kind in kinds)
@@ -138,12 +138,18 @@ class StageLayout:
         >>> StageLayout((1, 2), Placement.v_shape(1), ("b", "a", "b")).ring_slots_of(1)
         (1, 0)
         """
-        free = list(enumerate(self.ring_slot_kinds))
-        rings = []
-        for kind in self.chunk_kinds[chunk]:
-            place = next(i for i, (_, of) in enumerate(free) if of == kind)
-            rings.append(free.pop(place)[0])
-        return tuple(rings)
+        return self._rings_of_chunks[chunk]
+
+    @cached_property
+    def _rings_of_chunks(self) -> tuple[tuple[int, ...], ...]:
+        rings_of: dict[str, list[int]] = {}
+        for ring, kind in enumerate(self.ring_slot_kinds):
+            rings_of.setdefault(kind, []).append(ring)
+        chunks = []
+        for kinds in self.chunk_kinds:
+            free = {kind: iter(rings) for kind, rings in rings_of.items()}
+            chunks.append(tuple(next(free[kind]) for kind in kinds))
+        return tuple(chunks)
 
     @cached_property
     def ring_groups(self) -> tuple[range, ...]:

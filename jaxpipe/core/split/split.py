@@ -22,8 +22,8 @@ argument, and nothing is stored for them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -64,16 +64,30 @@ class LayerSplit:
     context with the state as the last slice left it.
 
     Attributes:
-      residuals, stash: shapes and dtypes of what is stored per microbatch.
       output: shapes and dtypes of what the layer returns.
     """
 
-    residuals: Residuals
-    stash: tuple[jax.ShapeDtypeStruct, ...]
     output: LayerOutput
     _closed: ClosedJaxpr
     _ports: Ports
     _crossing: Crossing
+
+    def under(
+        self, policy: Policy, keep: tuple[str, ...] = (), recomputed: Policy | None = None
+    ) -> "LayerSplit":
+        """Return the split under other policies; the arguments are those of `split_layer`."""
+        crossing = find_crossing(self._closed.jaxpr, self._ports, policy, keep, recomputed)
+        return replace(self, _crossing=crossing)
+
+    @cached_property
+    def residuals(self) -> Residuals:
+        """Shapes and dtypes of the residuals that are stored per microbatch."""
+        return jax.tree.map(shape_of, self._crossing.residuals)
+
+    @cached_property
+    def stash(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the W stash that is stored per microbatch."""
+        return _shapes(self._crossing.stash)
 
     @property
     def uses_of_embed_head(self) -> Tree:
@@ -267,14 +281,7 @@ def split_layer(
     both = partial(_forward_and_backward, layer, trained, statistics)
     closed, ports = _complete(trace_labelled(both, params, data, x, state, dy), recurrent)
     crossing = find_crossing(closed.jaxpr, ports, policy, keep, recomputed)
-    return LayerSplit(
-        residuals=jax.tree.map(shape_of, crossing.residuals),
-        stash=_shapes(crossing.stash),
-        output=output,
-        _closed=closed,
-        _ports=ports,
-        _crossing=crossing,
-    )
+    return LayerSplit(output, closed, ports, crossing)
 
 
 def _forward_and_backward(

@@ -97,9 +97,8 @@ def _behind_weights(
         one: max(0.0, of(kind, "B") + of(kind, "W") - compute[one].whole_backward)
         for one, kind in costs.kinds.items()
     }
-    whole = sum(exposed[one] for one in costs.order)
-    each = {op: sum(waits(one, op) for one in costs.order) / len(costs.order) for op in "FBWR"}
-    return LayerSeconds(**each, BW=whole / len(costs.order))
+    each = {op: costs.mean_of({one: waits(one, op) for one in costs.kinds}) for op in "FBWR"}
+    return LayerSeconds(**each, BW=costs.mean_of(exposed))
 
 
 def resharding_of(config: Config, hardware: Hardware) -> LayerSeconds:
@@ -111,11 +110,14 @@ def resharding_of(config: Config, hardware: Hardware) -> LayerSeconds:
         return NO_EXCHANGE
     costs, sent = costs_of(config), layer_traffic(config)
     group, compute = hardware.axes(config.parallel).shards, seconds_by_kind(config, hardware)
-    waits = dict.fromkeys(OPS, 0.0)
-    for name in costs.order:
+
+    def waits(name: str, op: str) -> float:
+        if op == "R" and not costs.kinds[name].for_r:
+            return 0.0
         gathered, reduced = sent[name]
-        for op in OPS if costs.kinds[name].for_r else OPS[:-1]:
-            size = gathered + reduced * ("W" in op)
-            moved = hardware.ring(size, group, 1 + ("W" in op))
-            waits[op] += max(0.0, moved - getattr(compute[name], op)) / len(costs.order)
-    return LayerSeconds(**waits)
+        size = gathered + reduced * ("W" in op)
+        moved = hardware.ring(size, group, 1 + ("W" in op))
+        return max(0.0, moved - getattr(compute[name], op))
+
+    each = {op: costs.mean_of({name: waits(name, op) for name in costs.kinds}) for op in OPS}
+    return LayerSeconds(**each)

@@ -1,5 +1,6 @@
 """Seconds of what a device computes: its layers, and bytes of the update of its parameters."""
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from jaxpipe.config import Config
@@ -42,6 +43,9 @@ def update_bytes(config: Config, layout: "StageLayout") -> float:
     Parameters and moments are read and written, gradients read, and parameters cast for the ops.
     """
     by_kind, (embed_head, _) = stored_values(config)
-    trained = [by_kind[kind][0] for kind in layout.slot_kinds] + [embed_head]
+    counts = Counter(layout.slot_kinds)
+    trained = [(1, embed_head), *((count, by_kind[kind][0]) for kind, count in counts.items())]
     item = ITEMSIZE[config.train.compute_dtype]
-    return sum((3 * FLOAT32 + item) * one.shard + 2 * one.moments for one in trained)
+    return sum(
+        count * ((3 * FLOAT32 + item) * one.shard + 2 * one.moments) for count, one in trained
+    )

@@ -54,9 +54,9 @@ def analytic(config: Config, hardware: Hardware) -> OpSeconds:
     """
     costs, axes = costs_of(config), hardware.axes(config.parallel)
     kinds = seconds_by_kind(config, hardware)
-    layer = {op: sum(getattr(kinds[name], op) for name in costs.order) for op in OPS}
+    layer = {op: {name: getattr(kind, op) for name, kind in kinds.items()} for op in OPS}
     return OpSeconds(
-        layer=LayerSeconds(**{op: seconds / len(costs.order) for op, seconds in layer.items()}),
+        layer=LayerSeconds(**{op: costs.mean_of(of) for op, of in layer.items()}),
         head=hardware.seconds(costs_of(_with_own_head(config)).head),
         transfer=hardware.neighbour(costs.message, axes.pp),
         copies=copies_of(config, hardware),
@@ -95,7 +95,7 @@ def shares_of(config: Config, hardware: Hardware) -> tuple[LayerShare, ...]:
     compute = seconds_by_kind(config, hardware)
 
     def relative(of: dict[str, float]) -> dict[str, float]:
-        mean = sum(of[name] for name in costs.order) / len(costs.order)
+        mean = costs.mean_of(of)
         return {name: each / mean if mean else 1.0 for name, each in of.items()}
 
     computed = [relative({name: getattr(one, op) for name, one in compute.items()}) for op in "FBW"]

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.config import Config
@@ -194,7 +195,13 @@ def ring_bytes(kind: LayerCosts, buffers: ScanBuffers, *, on_host: bool = False)
 
 def layout_of(config: Config, placement: Placement, layers: tuple[int, ...]) -> "StageLayout":
     """Return the stage layout of a configuration's layers under a placement."""
+    return _layout(layers, placement, costs_of(config).order, config.train.remat_layers)
+
+
+@lru_cache(maxsize=512)  # candidates of a search have few
+def _layout(
+    layers: tuple[int, ...], placement: Placement, order: tuple[str, ...], remat_layers: int
+) -> "StageLayout":
     from jaxpipe.core.mesh import StageLayout
 
-    order, remat_layers = costs_of(config).order, config.train.remat_layers
     return StageLayout(layers, placement, order, remat_layers=remat_layers)

@@ -1,5 +1,6 @@
 """Bytes that a device sends for its parameters and their gradients."""
 
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.config import Config
@@ -52,13 +53,15 @@ def step_traffic(config: Config, layout: "StageLayout") -> StepTraffic:
     """
     parallel, train = config.parallel, config.train
     by_kind, embed_head = stored_values(config)
-    layers = [] if parallel.reshards else [by_kind[kind] for kind in layout.slot_kinds]
+    counts = Counter(layout.slot_kinds)
     item, of_sum = ITEMSIZE[train.compute_dtype], ITEMSIZE[parallel.grad_reduce_dtype]
     times = of_sum * (2 if parallel.zero_stage < 2 else 1)
-    reduced = sum(times * trained.reduced for trained, _ in (*layers, embed_head))
-    every = (*layers, embed_head)
-    gathered = sum(item * (one.full - one.shard) for both in every for one in both)
-    moments = sum(by_kind[kind][0].moments for kind in layout.slot_kinds) + embed_head[0].moments
+    every = [(1, embed_head), *((count, by_kind[kind]) for kind, count in counts.items())]
+    moments = sum(count * trained.moments for count, (trained, _) in every)
+    if parallel.reshards:
+        every = every[:1]
+    reduced = sum(count * times * trained.reduced for count, (trained, _) in every)
+    gathered = sum(count * item * (one.full - one.shard) for count, both in every for one in both)
     return StepTraffic(reduced, gathered, 2 * moments if train.offload_moments else 0)
 
 

@@ -1,5 +1,6 @@
 """Seconds of the operations of one device, and the costs of stages that follow."""
 
+from functools import cache, partial
 from itertools import accumulate, pairwise
 
 import msgspec
@@ -184,7 +185,8 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             embed_head = self.embed + self.head + self.embed_gradient + sums
             embed = (embed_head / len(layers),) * len(layers)
             head = embed_gradient = (0.0,) * len(layers)
-        stages = [self._of_stage(shares, split=split) for shares in self._shares_of(layers)]
+        of_stage = cache(partial(self._of_stage, split=split))  # most stages are alike
+        stages = [of_stage(shares) for shares in self._shares_of(layers)]
         exchange = None
         if pairs and self.exchange != NO_EXCHANGE:
             exchange = Costs(*zip(*(exchanged for _, exchanged in stages)))

@@ -1,18 +1,20 @@
 """Traces the costs of a model at the shapes of one device, on an abstract mesh."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from math import lcm
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from msgspec import structs
 
 from jaxpipe.config import Config
-from jaxpipe.core.contract import Context, StageFunctions
+from jaxpipe.core.contract import Context, LayerKind, StageFunctions
 from jaxpipe.core.contract.parameter import ParamSpec
 from jaxpipe.core.executor.traced_kind import TracedKind, embed_head_of
 from jaxpipe.core.mesh import DP, EP, PP, RP, TP, ZERO_AXES
@@ -27,6 +29,7 @@ from jaxpipe.model.layers.moe.balance import REAL
 from jaxpipe.model.loss import CHOICES
 from jaxpipe.model.neighbours import neighbour_keys
 from jaxpipe.planning.cost.costs import LayerCosts, ModelCosts, Parameters, size_of
+from jaxpipe.planning.cost.inlining import bodies_of
 from jaxpipe.planning.cost.kernels import Operations
 from jaxpipe.planning.cost.liveness import WorkingSet, working_set
 from jaxpipe.planning.cost.operations import operations_of
@@ -42,20 +45,28 @@ def trace(
 
     Args:
       config: the settings that costs depend on (`costs.essentials`).
-      layers: costs of a configuration whose layers are the same, which are not traced again.
+      layers: costs of a configuration whose layers are the same; those that do not read embedding
+        and head are not traced again.
       embed_head: costs of a configuration whose embedding and head are the same.
     """
-    known_layers, known_embed_head = layers, embed_head
+    known = embed_head
+    known_kinds = (
+        {name: kind for name, kind in layers.kinds.items() if name not in layers.reads}
+        if layers
+        else {}
+    )
     model, parallel, train = model_of(config), config.parallel, config.train
     functions = in_halves(model.functions, config.halves) if config.halves else model.functions
     ep = parallel.ep_replicas
     sizes = {PP: parallel.pp, RP: 1, DP: lcm(parallel.cp, ep) // ep, EP: ep, TP: parallel.tp}
     order = functions.layer_kinds(config.model.pipeline_layers)
+    names = dict.fromkeys(order)
     dtype, key = jnp.dtype(train.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
     embed_head = jax.eval_shape(model.init_embed_head, key)
     layers = {
         name: jax.eval_shape(partial(model.init_layer, index=order.index(name), kind=name), key)
-        for name in dict.fromkeys(order)
+        for name in names
+        if name not in known_kinds
     }
     leaves_of = {
         name: param_specs_of(functions.kinds_by_name[name].param_specs, layer, of_layer=True)
@@ -70,29 +81,24 @@ def trace(
         x = jax.eval_shape(functions.embed, embed_head, rows)
         index, trained = jax.ShapeDtypeStruct((), jnp.int32), is_trained(embed_head_leaves)
         context = Context(rows, index, None, functions.variables, read)
-        policy, recomputed = policies_of(config)
-        kinds = {}
-        for name, params in () if known_layers else layers.items():
+        traced = {}
+        for name, params in layers.items():
             kind = functions.kinds_by_name[name]
-            run = TracedKind.trace(
-                name, kind, params, x, context, policy, trained, recomputed,
-                halves=config.halves,
-            )  # fmt: skip
+            run = _traced_kind(config, name, kind, params, x, context, trained)
             seen = context._replace(state=run.state, embed_head=embed_head_of(kind, read))
-            kinds[name] = _layer_costs(run, params, x, seen, of_layers[name], config)
+            traced[name] = _layer_costs(run, params, x, seen, of_layers[name], config)
 
         def total(own: Tree, x: Any, rows: Tree) -> jax.Array:
             return functions.head(merge(trained, own, embed_head), x, rows).sum()
 
         loss_and_gradients = jax.grad(total, argnums=(0, 1), allow_int=True)
-        if known_embed_head:
-            head, head_bytes = known_embed_head.head, known_embed_head.head_bytes
+        if known:
+            head, head_bytes = known.head, known.head_bytes
         else:
-            traced = jax.make_jaxpr(loss_and_gradients)(select(trained, embed_head), x, rows)
-            head = operations_of(traced.jaxpr, adds=True)
-            head_bytes = working_set(traced.jaxpr).peak
-        reads = any(functions.kinds_by_name[name].reads for name in layers)
-        kinds = known_layers.kinds if known_layers else kinds
+            jaxpr = jax.make_jaxpr(loss_and_gradients)(select(trained, embed_head), x, rows).jaxpr
+            head, head_bytes = operations_of(jaxpr, adds=True), working_set(jaxpr).peak
+        kinds = {name: traced.get(name) or known_kinds[name] for name in names}
+        reads = frozenset(name for name in names if functions.kinds_by_name[name].reads)
         costs.append(ModelCosts(kinds, order, head, head_bytes, _bytes(x), of_embed_head, reads))
 
     arguments = (
@@ -110,71 +116,88 @@ def trace(
     return costs[0]
 
 
+_kinds: dict[tuple[Config, str], TracedKind] = {}  # without remat
+
+
+def _traced_kind(
+    config: Config, name: str, kind: LayerKind, params: Tree, x: Any, context: Context,
+    trained: Tree,
+) -> TracedKind:  # fmt: skip
+    """Return a traced layer kind; policies of remat split one trace of it."""
+    key = structs.replace(config, train=structs.replace(config.train, remat="none")), name
+    policy, recomputed = policies_of(config)
+    if key in _kinds:
+        split = _kinds[key].split.under(policy, kind.keep, recomputed)
+        return replace(_kinds[key], split_if_trained=split)
+    _kinds[key] = TracedKind.trace(
+        name, kind, params, x, context, policy, trained, recomputed, halves=config.halves
+    )
+    return _kinds[key]
+
+
+_SHARES = {  # of an operand, which a device sends to `others` of `members` devices
+    "ppermute": lambda others, members: 1.0,
+    "psum": lambda others, members: 2 * others / members,
+    "all_gather": lambda others, members: others,
+    "all_to_all": lambda others, members: others / members,
+    "reduce_scatter": lambda others, members: others / members,
+}
+
+
+class _Sends(NamedTuple):
+    """A collective, or a loop, condition or call with `bodies` that have some."""
+
+    eqn: JaxprEqn
+    bodies: "list[list[_Sends]]"
+
+
+def _collectives(jaxpr: Jaxpr) -> list[_Sends]:
+    """The collectives of a jaxpr, in the tree of its loops, conditions and calls."""
+    found = []
+    for eqn in jaxpr.eqns:
+        bodies = [_collectives(body) for body in bodies_of(eqn)]
+        if eqn.primitive.name in _SHARES or any(bodies):
+            found.append(_Sends(eqn, bodies))
+    return found
+
+
 def sent_bytes(
-    jaxpr: Jaxpr,
+    collectives: list[_Sends],
     axes: tuple[str, ...],
     devices: int,
     iterations: float = 1,
     *,
     of: Literal["bytes", "turned", "spread", "calls"] = "bytes",
 ) -> float:
-    """Bytes that each device sends in a jaxpr's collectives over mesh axes of `devices` devices.
+    """Bytes that each device sends in collectives over mesh axes of `devices` devices.
 
     Collectives may be in smaller groups. A permute sends its operand, an all-to-all and a
     reduce-scatter all of it but the device's own shard; an all-gather sends it to every other
     device; an all-reduce is a reduce-scatter and an all-gather of the shards. Loops count as in
-    `operations_of`. With `of="turned"` only permutes count, with "spread" only those in groups of
-    neighbours, and "calls" counts collectives.
+    `operations_of`; of a condition the largest branch counts, and of branches for platforms the one
+    that is not for CPU. With `of="turned"` only permutes count, with "spread" only those in groups
+    of neighbours, and "calls" counts collectives.
     """
-
-    def times(name: str, members: int) -> float | None:
-        others = members - 1
-        if name == "ppermute":
-            return 1
-        known = {
-            "psum": 2 * others / members,
-            "all_gather": others,
-            "all_to_all": others / members,
-            "reduce_scatter": others / members,
-        }
-        return None if of == "turned" else known.get(name)
-
-    def sent(eqn: JaxprEqn) -> float | None:
+    total = 0.0
+    for eqn, inner in collectives:
+        name = eqn.primitive.name
+        if name not in _SHARES:
+            bodies = [sent_bytes(one, axes, devices, iterations, of=of) for one in inner]
+            if name == "cond":
+                total += bodies[-1] if eqn.params.get("branches_platforms") else max(bodies)
+            else:
+                times = {"scan": eqn.params.get("length"), "while": iterations}.get(name, 1)
+                total += sum(bodies) * times
+            continue
         over, groups = eqn.params.get("axis_name"), eqn.params.get("axis_index_groups")
         over = eqn.params.get("axes", ()) if over is None else over
-        size = times(eqn.primitive.name, len(groups[0]) if groups else devices)
-        if size is None or axes != ((over,) if isinstance(over, str) else over):
-            return None
-        if of == "spread" and not (groups and groups[0][1] - groups[0][0] == 1):
-            return 0.0
-        return 1.0 if of == "calls" else _bytes([var.aval for var in eqn.invars]) * size
-
-    return _total(jaxpr, sent, iterations)
-
-
-def _total(jaxpr: Jaxpr, of_eqn: Callable[[JaxprEqn], float | None], iterations: float) -> float:
-    """Sum `of_eqn` over equations; where it is None, over the equation's inner jaxprs x iterations.
-
-    Of a condition the largest branch counts; of branches for platforms, the one that is not for
-    CPU.
-    """
-    total: float = 0
-    for eqn in jaxpr.eqns:
-        own = of_eqn(eqn)
-        if own is None:
-            bodies = [
-                _total(body.jaxpr if isinstance(body, ClosedJaxpr) else body, of_eqn, iterations)
-                for value in eqn.params.values()
-                for body in (value if isinstance(value, tuple) else (value,))
-                if isinstance(body, ClosedJaxpr | Jaxpr)
-            ]
-            name = eqn.primitive.name
-            times = {"scan": eqn.params.get("length"), "while": iterations}.get(name, 1)
-            if name == "cond":
-                own = bodies[-1] if eqn.params.get("branches_platforms") else max(bodies)
-            else:
-                own = sum(bodies) * times
-        total += own
+        is_spread = groups and groups[0][1] - groups[0][0] == 1
+        is_other = (of == "turned" and name != "ppermute") or (of == "spread" and not is_spread)
+        if axes != ((over,) if isinstance(over, str) else over) or is_other:
+            continue
+        members = len(groups[0]) if groups else devices
+        share = _SHARES[name](members - 1, members)
+        total += 1.0 if of == "calls" else _bytes([var.aval for var in eqn.invars]) * share
     return total
 
 
@@ -209,9 +232,11 @@ def _layer_costs(
     }
     both = ops.pop("BW")
 
+    collectives = {op: _collectives(jaxpr) for op, jaxpr in ops.items()}
+
     def sent(axes: tuple[str, ...], devices: int, **of: Any) -> dict[str, float]:
         return {"R": 0.0} | {
-            op: sent_bytes(jaxpr, axes, devices, before, **of) for op, jaxpr in ops.items()
+            op: sent_bytes(every, axes, devices, before, **of) for op, every in collectives.items()
         }
 
     experts = (EP, TP) if parallel.ep_over_tp else (EP,)

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Iterator
-from typing import Literal, Self
+from functools import cache
+from typing import Any, Literal, Self
 
+from msgspec import Struct
 from msgspec.structs import fields
 
 from jaxpipe.model.decoder_config import PositiveFloat
@@ -25,6 +27,13 @@ SCALINGS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "dynamic": (),
 }  # fmt: skip
+
+
+# The scalings that read a setting.
+_USERS = {
+    name: [scaling for scaling, read in SCALINGS.items() if name in read]
+    for name in dict.fromkeys(name for names in SCALINGS.values() for name in names)
+}
 
 
 class RotaryConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -167,16 +176,17 @@ class RotaryConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_on
 
     def _unread_scaling(self) -> Iterator[str]:
         """Yield a sentence for every given setting that only other scalings read."""
-        defaults = {field.name: field.default for field in fields(type(self))}
-        users = {
-            name: [kind for kind, read in SCALINGS.items() if name in read]
-            for name in dict.fromkeys(name for names in SCALINGS.values() for name in names)
-        }
-        for name, kinds in users.items():
+        for name, kinds in _USERS.items():
             value = getattr(self, name)
-            if self.rope_scaling not in kinds and value != defaults[name]:
+            if self.rope_scaling not in kinds and value != _defaults(type(self))[name]:
                 yield (
                     f"model.{name}={value!r} is of model.rope_scaling="
                     f"{' or '.join(map(repr, kinds))}, but that is {self.rope_scaling!r}: change "
                     f"it, or leave model.{name} out."
                 )
+
+
+@cache  # msgspec evaluates all annotations of the class
+def _defaults(record: type[Struct]) -> dict[str, Any]:
+    """The default of every setting of a record."""
+    return {field.name: field.default for field in fields(record)}
