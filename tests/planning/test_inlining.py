@@ -1,4 +1,4 @@
-"""Calls are inlined alike for kernels and for bytes: a function in a call costs what it costs."""
+"""Calls are inlined alike for kernels and for bytes; a loop moves what its iterations move."""
 
 import jax
 import jax.numpy as jnp
@@ -45,3 +45,18 @@ def test_a_sum_of_two_numbers_is_no_call():
     traced = jax.make_jaxpr(scatter)(SQUARE, rows).jaxpr
     assert "scatter-add" in [one.name for one in inlined(traced)]
     assert operations_of(traced).moved >= 3 * 4 * 8 * 64
+
+
+@pytest.mark.parametrize("length", [16, 64])
+def test_a_loop_writes_slices_in_place(length):
+    def step(carry, number):
+        x, whole = carry
+        x = jnp.sin(x)
+        return (x, jax.lax.dynamic_update_index_in_dim(whole, x, number, 0)), None
+
+    def loop(x):
+        whole = jnp.zeros((length, *x.shape))
+        return jax.lax.scan(step, (x, whole), jnp.arange(length))[0]
+
+    found = operations_of(jax.make_jaxpr(loop)(SQUARE).jaxpr)
+    assert found.moved <= 4 * length * 4 * 64 * 64  # x is read and written, and written once more

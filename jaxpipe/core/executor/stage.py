@@ -8,8 +8,9 @@ import jax
 
 from jaxpipe.core.contract import Context, LayerOutput, Tree
 from jaxpipe.core.mesh.flags import merge, select
-from jaxpipe.core.split.jaxpr import reads, run_slice, trace_labelled, unrounded
+from jaxpipe.core.split.jaxpr import reads, trace_labelled, unrounded
 from jaxpipe.core.split.ports import Weights
+from jaxpipe.core.split.running import run_slice
 from jaxpipe.core.split.split import LayerSplit, split_layer
 
 

@@ -131,26 +131,6 @@ def _rounds(eqn: JaxprEqn) -> bool:
     )
 
 
-def run_slice(
-    jaxpr: Jaxpr,
-    known: dict[Var, Any],
-    outputs: Tree,
-    effects: Collection[JaxprEqn] = (),
-) -> Tree:
-    """Return the values of `outputs`, running only the equations that they need.
-
-    Args:
-      jaxpr: a flat jaxpr.
-      known: values of variables that are given.
-      outputs: a tree of variables or literals to compute.
-      effects: equations that are run too, even if no equation reads their outputs.
-    """
-    values = dict(known)
-    for eqn in equations_to(jaxpr, jax.tree.leaves(outputs), known, effects):
-        bind(eqn, values)
-    return jax.tree.map(lambda var: read(values, var), outputs)
-
-
 def equations_to(
     jaxpr: Jaxpr,
     outputs: Iterable[Any],

@@ -45,13 +45,13 @@ from jaxpipe.core.split.jaxpr import (
     Labelled,
     names_axis,
     reads,
-    run_slice,
     shape_of,
     trace_labelled,
     unrounded,
 )
 from jaxpipe.core.split.phases import has_halves, run_in_phases
 from jaxpipe.core.split.ports import Cotangent, Ports, Weights
+from jaxpipe.core.split.running import run_slice
 
 Layer = Callable[[Tree, Any, Context], LayerOutput]
 

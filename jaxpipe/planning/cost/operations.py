@@ -25,11 +25,14 @@ _SMALL = 2**16  # bytes of a value that a kernel reads beside others in no time
 _PARTS = ("dynamic_slice", "gather", "slice", "split")  # read no more than they return
 
 
-def operations_of(jaxpr: Jaxpr, iterations: float = 1, *, adds: bool = False) -> Operations:
+def operations_of(
+    jaxpr: Jaxpr, iterations: float = 1, *, adds: bool = False, is_loop: bool = False
+) -> Operations:
     """Return the kernels of a jaxpr, with all iterations of loops and the largest branch.
 
     A `while` loop counts `iterations` times; of branches for platforms the one not for CPU counts.
     With `adds`, products that are results of the jaxpr are added to sums of their size, in place.
+    The body of a loop (`is_loop`) updates slices of its arrays in place.
 
     >>> import jax, jax.numpy as jnp
     >>> def mlp(x, up, down):
@@ -45,7 +48,7 @@ def operations_of(jaxpr: Jaxpr, iterations: float = 1, *, adds: bool = False) ->
         if bodies := bodies_of(step.eqn):
             found.add(_of_bodies(step.eqn, bodies, iterations))
     results = {JaxprValue(var) for var in jaxpr.outvars if isinstance(var, Var)}
-    _count_kernels(steps, results, found, adds=adds)
+    _count_kernels(steps, results, found, adds=adds, is_loop=is_loop)
     return found
 
 
@@ -56,7 +59,8 @@ def _is_kernel(step: Equation) -> bool:
 
 def _of_bodies(eqn: JaxprEqn, bodies: list[Jaxpr], iterations: float) -> Operations:
     """The kernels of a loop, or of the largest branch of a condition."""
-    name, each = eqn.primitive.name, [operations_of(body, iterations) for body in bodies]
+    name, is_loop = eqn.primitive.name, eqn.primitive.name != "cond"
+    each = [operations_of(body, iterations, is_loop=is_loop) for body in bodies]
     if name == "cond":
         if eqn.params.get("branches_platforms"):
             return each[-1]
@@ -68,8 +72,9 @@ def _of_bodies(eqn: JaxprEqn, bodies: list[Jaxpr], iterations: float) -> Operati
 
 
 def _count_kernels(
-    steps: list[Equation], results: set[JaxprValue], found: Operations, *, adds: bool
-) -> None:
+    steps: list[Equation], results: set[JaxprValue], found: Operations,
+    *, adds: bool, is_loop: bool,
+) -> None:  # fmt: skip
     """Add the kernels of the steps, except those of bodies."""
     same = _renamed(steps)
     named = lambda value: same.get(value, value)  # noqa: E731
@@ -86,11 +91,15 @@ def _count_kernels(
             continue
         if step.name in _RENAMES or step.name == JOIN:  # halves are written beside each other
             continue
-        reads = frozenset().union(*(sources.get(named(v), {named(v)}) for v in step.reads))
+        operands, sizes = step.reads, {value: value.size for value in step.makes}
+        if is_loop and step.name == "dynamic_update_slice":
+            operands = tuple(v for v in step.operands[1:2] if isinstance(v, JaxprValue))
+            sizes = dict.fromkeys(step.makes, bytes_of(step.eqn.invars[1]))
+        reads = frozenset().union(*(sources.get(named(v), {named(v)}) for v in operands))
         if any(read.size > _SMALL for read in reads):
             reads = frozenset(read for read in reads if read.size > _SMALL)
-        for value in step.makes:
-            is_part = step.name in _PARTS and value.size < sum(read.size for read in reads)
+        for value, size in sizes.items():
+            is_part = step.name in _PARTS and size < sum(read.size for read in reads)
             is_sum = step.name.startswith("reduce_") and not _along_rows(step.eqn)
             if value not in wanted and not is_part and not is_sum:
                 sources[value] = reads
@@ -98,7 +107,7 @@ def _count_kernels(
             if is_part and value not in wanted:  # its reader reads no more of the operands
                 sources[value] = frozenset({value})
                 continue
-            moved = 2 * value.size if is_part else value.size
+            moved = 2 * size if is_part else size
             fused.setdefault(reads, 0 if is_part else sum(read.size for read in reads))
             fused[reads] += moved
     found.moved += sum(fused.values())
