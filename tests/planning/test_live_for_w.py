@@ -6,6 +6,7 @@ import pytest
 from jax import lax
 
 from jaxpipe.config import load
+from jaxpipe.planning import resolve
 from jaxpipe.planning.cost.costs import costs_of
 from jaxpipe.planning.cost.trace import live_for_w
 
@@ -51,3 +52,13 @@ def test_w_keeps_gathered_values_and_not_their_shards():
     shared = [*how, "parallel.sequence_parallel=true"]
     alone, gathered = (costs_of(load(SMALL, given)).kinds["layer"] for given in (how, shared))
     assert gathered.working["BW"].results == alone.working["BW"].results
+
+
+def test_a_neighbours_stash_is_live_beside_a_layer():
+    """Not its own once more, however large it is."""
+    how = ["parallel.pp=1", "parallel.ep=2", "train.remat=full", "train.loss_chunks=8"]
+    layers = ["model.n_layers=2", "model.first_dense_layers=1", "model.n_experts=4"]
+    config = load(SMALL, [*how, *layers, "model.experts_per_token=2"])
+    dense, sparse = (kind.working["BW"] for kind in costs_of(config).kinds.values())
+    assert sparse.results > dense.results > 0
+    assert resolve(config).memory.working == sparse.peak + dense.results

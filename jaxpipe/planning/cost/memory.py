@@ -118,10 +118,10 @@ def _working(config: Config, layout: "StageLayout", buffers: ScanBuffers | None)
     """Bytes of the cell that holds most, beside what is stored.
 
     XLA may write the results of a layer to ring buffers while the next layer runs, but no later
-    (`core/executor/chunk.py`). In BW, W runs one layer behind B where B has collectives, so the
-    stash of a layer more is live; elsewhere XLA delays the products of W as long as they write more
-    than they free. Of a pair, F ends with the B of as many layers, beside which the W of layers
-    before may run.
+    (`core/executor/chunk.py`). In BW, where B has collectives, W runs one layer behind B, and what
+    B recomputes one layer ahead of it, so a neighbour's stash is live beside a layer's B; elsewhere
+    XLA delays the products of W as long as they write more than they free. Of a pair, F ends with
+    the B of as many layers, beside which the W of layers before may run.
     """
     costs = costs_of(config)
     if buffers is None:
@@ -131,8 +131,9 @@ def _working(config: Config, layout: "StageLayout", buffers: ScanBuffers | None)
 
     def of_chunk(op: str, rings: Sequence[int]) -> int:
         layers = [of_rings[ring].working[op] for ring in rings]
-        others = sorted(layer.results for layer in layers)[1:]
-        return max(layer.peak for layer in layers) + sum(others[-1:])
+        results = 0, *(layer.results for layer in layers), 0
+        around = zip(layers, results, results[2:])
+        return max(layer.peak + max(before, after) for layer, before, after in around)
 
     def largest(op: str) -> int:
         chunks = map(layout.ring_slots_of, range(len(layout.chunk_kinds)))
