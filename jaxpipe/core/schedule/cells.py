@@ -1,6 +1,6 @@
 """Times of the ops and cells of a schedule, and the memory that ops take and free."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpipe.core.schedule.action import Action, Cell, Op
@@ -75,19 +75,6 @@ class Costs:
             for half in (forward, gradient)
         )
         return min(of_f, g) + min(of_g, f)
-
-
-def memoize_cell_time(costs: Costs) -> Callable[[Cell], float]:
-    """Return a memoized `costs.cell_time`, which ignores microbatches."""
-    times: dict[tuple[tuple[Op, int] | None, ...], float] = {}
-
-    def cell_time(cell: Cell) -> float:
-        key = tuple(action and action[:2] for action in cell)
-        if key not in times:
-            times[key] = costs.cell_time(cell)
-        return times[key]
-
-    return cell_time
 
 
 @dataclass(frozen=True)

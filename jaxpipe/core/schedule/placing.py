@@ -11,6 +11,8 @@ from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxpipe.core.schedule.action import Action, Cell, Op, Schedule, ScheduleError
 from jaxpipe.core.schedule.lockstep import PLAIN, Lockstep
 from jaxpipe.core.schedule.topological_order import (
@@ -36,8 +38,8 @@ class PlacedCells(NamedTuple):
     """
 
     ticks: Sequence[int]
-    ranks: Sequence[int]
-    kinds: Sequence[int]
+    ranks: np.ndarray
+    kinds: np.ndarray
     examples: Sequence[Cell]
     cells: Sequence[Cell]
 
@@ -55,7 +57,7 @@ def place(schedule: Schedule, lockstep: Lockstep = PLAIN) -> Grid:
     """
     placed = place_cells(schedule, lockstep)
     grid = [[_EMPTY] * schedule.pp for _ in range(placed.tick_count)]
-    for tick, rank, cell in zip(placed.ticks, placed.ranks, placed.cells):
+    for tick, rank, cell in zip(placed.ticks, placed.ranks.tolist(), placed.cells):
         grid[tick][rank] = cell
     return tuple(map(tuple, grid))
 
@@ -70,10 +72,12 @@ def _place_in_order(schedule: Schedule, lockstep: Lockstep) -> PlacedCells:
     """Place the cells of each rank strictly in its order."""
     line, (kinds, examples) = sort_topologically(schedule), cell_kinds(schedule)
     period, hop = lockstep.every * lockstep.phases, lockstep.transfer_ticks
-    waits = [
+    every = [
         [lockstep.next_allowed_tick(cell, schedule.placement, t) - t for t in range(period)]
         for cell in examples
-    ]  # ticks until a cell of a kind is allowed, by tick modulo the period
+    ]
+    # Ticks until a cell of a kind is allowed, by tick modulo the period; None: it always is.
+    waits = [of if any(of) else None for of in every]
     ticks: list[int] = []
     free = [0] * schedule.pp  # first tick after the last placed cell of each rank
     for (rank, _, before), kind in zip(line, kinds):
@@ -82,10 +86,19 @@ def _place_in_order(schedule: Schedule, lockstep: Lockstep) -> PlacedCells:
             arrives = ticks[other] + hop
             if arrives > tick:
                 tick = arrives
-        tick += waits[kind][tick % period]
+        if wait := waits[kind]:
+            tick += wait[tick % period]
         ticks.append(tick)
         free[rank] = tick + 1
-    return PlacedCells(ticks, [place[0] for place in line], kinds, examples, [p[1] for p in line])
+    ranks, numbers, cells = _columns(schedule)
+    return PlacedCells(ticks, ranks, numbers, examples, cells)
+
+
+@lru_cache(maxsize=32)  # a schedule is placed at several paces
+def _columns(schedule: Schedule) -> tuple[np.ndarray, np.ndarray, tuple[Cell, ...]]:
+    """The rank, kind and cell of every place in topological order."""
+    ranks, cells, _ = zip(*sort_topologically(schedule))
+    return np.array(ranks), np.array(cell_kinds(schedule)[0]), cells
 
 
 def _place_ahead(schedule: Schedule, lockstep: Lockstep) -> PlacedCells:
@@ -125,9 +138,8 @@ def _place_ahead(schedule: Schedule, lockstep: Lockstep) -> PlacedCells:
     examples = {kind: cell for _, _, cell, kind in cells}
     numbers = {kind: number for number, kind in enumerate(examples)}
     ticks, ranks, placed, kinds = zip(*cells)
-    return PlacedCells(
-        ticks, ranks, [numbers[kind] for kind in kinds], list(examples.values()), placed
-    )
+    of_kinds = np.array([numbers[kind] for kind in kinds])
+    return PlacedCells(ticks, np.array(ranks), of_kinds, list(examples.values()), placed)
 
 
 class _QueuedAction(NamedTuple):

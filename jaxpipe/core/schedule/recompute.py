@@ -6,13 +6,13 @@ can do it while it waits. R is that action: it reads what F kept, computes the s
 writes the residuals that B and W read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from jaxpipe.core.schedule.action import Action, Cell, Op, Schedule
-from jaxpipe.core.schedule.cells import Costs, memoize_cell_time
+from jaxpipe.core.schedule.cells import Costs
 from jaxpipe.core.schedule.lifetimes import SlotKey, action_key
 from jaxpipe.core.schedule.lockstep import PLAIN, Lockstep
 from jaxpipe.core.schedule.placing import place, place_cells
@@ -43,7 +43,7 @@ def recompute_ahead(
     """
     grid = place(schedule, lockstep)
     waits, meetings = scan_waits(schedule, place_cells(schedule, lockstep), lockstep)
-    meetings, taking = list(meetings), memoize_cell_time(costs)
+    meetings, taking = list(meetings), _memoize_cell_time(costs)
 
     def end(ranks: Sequence[Cells]) -> float:
         times = np.array([[taking(cell) for cell in cells] for cells in ranks]).T
@@ -78,3 +78,16 @@ def _with_r(cells: Cells, *, ahead: bool) -> Cells:
             new[at] = new[at]._replace(recompute=Action(Op.R, *key))
             idle = -1
     return tuple(new)
+
+
+def _memoize_cell_time(costs: Costs) -> Callable[[Cell], float]:
+    """Return a memoized `costs.cell_time`, which ignores microbatches."""
+    times: dict[tuple[tuple[Op, int] | None, ...], float] = {}
+
+    def cell_time(cell: Cell) -> float:
+        key = tuple(action and action[:2] for action in cell)
+        if key not in times:
+            times[key] = costs.cell_time(cell)
+        return times[key]
+
+    return cell_time

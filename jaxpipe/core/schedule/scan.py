@@ -61,7 +61,7 @@ def scan_waits(
             [(op.name, stage) for op, stage, _ in example.actions] for example in placed.examples
         ]
         meetings = vocab_parallel_ticks(
-            ((t, *op) for t, kind in zip(placed.ticks, placed.kinds) for op in ops[kind]),
+            ((t, *op) for t, kind in zip(placed.ticks, placed.kinds.tolist()) for op in ops[kind]),
             schedule.stages,
         )
     if schedule.updates:
@@ -111,7 +111,7 @@ def _cell_times(placed: PlacedCells, pp: int, costs: Costs) -> np.ndarray:
     """Return the time of every cell, `[T, P]`; 0 where a rank is idle."""
     times = np.zeros((placed.tick_count, pp))
     of_kind = np.array([costs.cell_time(cell) for cell in placed.examples])
-    times[np.asarray(placed.ticks), np.asarray(placed.ranks)] = of_kind[np.asarray(placed.kinds)]
+    times[np.asarray(placed.ticks), placed.ranks] = of_kind[placed.kinds]
     return times
 
 

@@ -11,12 +11,14 @@ et al. 2024, Table 2).
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxpipe.core.schedule.action import Op, Schedule
-from jaxpipe.core.schedule.cells import Costs, MemoryCosts, memoize_cell_time
+from jaxpipe.core.schedule.cells import Costs, MemoryCosts
 from jaxpipe.core.schedule.lockstep import PLAIN, Lockstep
 from jaxpipe.core.schedule.placing import place
 from jaxpipe.core.schedule.scan import scan_time
-from jaxpipe.core.schedule.topological_order import sort_topologically
+from jaxpipe.core.schedule.topological_order import cell_kinds, sort_topologically
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ def simulate(
     makespan = max(line[-1][1] for line in lines) - min(line[0][0] for line in lines)
     max_span = max(line[-1][1] - line[0][0] for line in lines)
     scanned = scan_time(schedule, costs, lockstep)
-    taking = memoize_cell_time(costs)
-    work = sum(taking(cell) for order in schedule.ranks for cell in order) / schedule.pp
+    kinds, examples = cell_kinds(schedule)
+    work = float(np.bincount(kinds) @ [costs.cell_time(cell) for cell in examples]) / schedule.pp
     return SimulationReport(
         makespan=makespan,
         max_span=max_span,
@@ -78,16 +80,20 @@ def asynchronous_times(schedule: Schedule, costs: Costs) -> list[list[tuple[floa
 
     Raises `ScheduleError` where the schedule cannot finish.
     """
-    line = sort_topologically(schedule)
+    line, (kinds, examples) = sort_topologically(schedule), cell_kinds(schedule)
+    taken, transfer = [costs.cell_time(cell) for cell in examples], costs.transfer
     ends: list[float] = []
+    free = [0.0] * schedule.pp
     times: list[list[tuple[float, float]]] = [[] for _ in schedule.ranks]
-    taking = memoize_cell_time(costs)
-    for rank, cell, before in line:
-        begin = times[rank][-1][1] if times[rank] else 0.0
+    for (rank, _, before), kind in zip(line, kinds):
+        begin = free[rank]
         for other in before:
-            begin = max(begin, ends[other] + costs.transfer)
-        ends.append(begin + taking(cell))
-        times[rank].append((begin, ends[-1]))
+            arrives = ends[other] + transfer
+            if arrives > begin:
+                begin = arrives
+        free[rank] = end = begin + taken[kind]
+        ends.append(end)
+        times[rank].append((begin, end))
     return times
 
 
@@ -115,12 +121,10 @@ def peak_memory(schedule: Schedule, memory: MemoryCosts, lockstep: Lockstep = PL
 
 def peak_live(schedule: Schedule, frees: tuple[Op, ...]) -> tuple[int, ...]:
     """Return the most (microbatch, stage) pairs live at once on each rank, in its order."""
-    peaks = []
-    for order in schedule.ranks:
-        live = peak = 0
-        for cell in order:
-            live += cell.forward is not None
-            peak = max(peak, live)
-            live -= cell.gradient is not None and cell.gradient.op in frees
-        peaks.append(peak)
-    return tuple(peaks)
+    kinds, examples = cell_kinds(schedule)
+    enters = np.array([cell.forward is not None for cell in examples], int)[kinds]
+    leaves = np.array([cell.gradient is not None and cell.gradient.op in frees
+                       for cell in examples], int)[kinds]  # fmt: skip
+    ranks = np.array([place.rank for place in sort_topologically(schedule)])
+    live = lambda own: np.cumsum(enters[own] - leaves[own]) + leaves[own]  # noqa: E731
+    return tuple(int(live(ranks == rank).max(initial=0)) for rank in range(schedule.pp))
