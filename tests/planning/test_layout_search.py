@@ -39,14 +39,18 @@ SPACES = {
     "sequences": (*ONE_SHAPE, "parallel.schedule=zb_h1", "parallel.tp=1", "train.seq_len=4096"),
     "memory": ("parallel.schedule=1f1b", "parallel.tp=1", "parallel.vocab_parallel_pp=false",
                "train.microbatch_size=1"),
+    "groups": ("train.remat=none", "train.offload_layers=0", "parallel.schedule=1f1b",
+               "parallel.in_flight=0", "parallel.tp=1", "train.offload_moments=false"),
 }  # fmt: skip
 SLOW = Hardware(link=1e8, network=3e7)  # compute and messages take similar times
 
 
 def search_of(overrides, memory, keep=3):
+    """The search of a space on 4 devices, for `groups` of two hosts with fast links."""
     given = configs.load(SMALL, [*overrides, "train.compute_dtype=bfloat16"])
     fixed = [word.partition("=")[0] for word in overrides]
-    return LayoutSearch(SearchSpace(given, 4, fixed), SLOW, memory, keep)
+    hardware = replace(SLOW, link=1e10, per_host=2) if overrides == SPACES["groups"] else SLOW
+    return LayoutSearch(SearchSpace(given, 4, fixed, hardware.per_host), hardware, memory, keep)
 
 
 def values(found):
@@ -54,7 +58,7 @@ def values(found):
 
 
 @pytest.mark.extended
-@pytest.mark.slow(unless=["tp", "memory"])
+@pytest.mark.slow(unless=["tp", "memory", "groups"])
 @pytest.mark.parametrize("name", SPACES)
 def test_a_search_finds_what_brute_force_finds(name):
     least, _ = search_of(SPACES[name], 0).run().least
@@ -64,9 +68,13 @@ def test_a_search_finds_what_brute_force_finds(name):
         found = sorted(search.every(), reverse=True)
         every = list({one.layout: one for one in found}.values())
         assert values(result.best) == values(sorted(every)[:3])
+        estimated = [one.estimate().seconds for one in result.best]
+        assert estimated == pytest.approx([one.seconds for one in result.best])
     assert every
+    if name == "groups":  # each group is a host, and sends only shards over the network
+        assert 2 in {one.plan.config.parallel.dp_replicate for one in result.best}
     # "tp" has two layouts in all. Those of tiny models are close: launches take most of their time.
-    assert result.simulated < len(found) or name in ("tp", "sequences", "memory")
+    assert result.simulated < len(found) or name not in ("schedules", "experts")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxpipe.core.mesh import StageLayout
 
 Bounded = tuple[float, Number, Config]  # seconds at least
-_ByGathers = dict[bool, OpSeconds]  # by whether every action gathers its layers
+_ByStorage = dict[tuple[bool, int], OpSeconds]  # by `_storage`
 _ROUNDING = 1 - 1e-9  # of sums in another order
 
 
@@ -59,7 +59,7 @@ class BoundedSpace:
         """Yield the schedules of a shape that may fit, with lower bounds on their seconds."""
         if not self._may_fit(shape, result):
             return
-        timed: dict[tuple[int, int], _ByGathers] = {}
+        timed: dict[tuple[int, int], _ByStorage] = {}
         # Every way to store the state, with its bytes, and the seconds of its update.
         states: dict[tuple[Placement, tuple[int, ...]], list[tuple[int, Config, float]]] = {}
         for last, scheduled in enumerate(self.space.schedules(shape)):
@@ -105,8 +105,8 @@ class BoundedSpace:
         parallel = structs.replace(parallel, vocab_parallel_pp=False)
         alone = structs.replace(shape, parallel=parallel, train=train)
         seconds = {
-            reshards: with_least_recomputation(each, layers)
-            for reshards, each in self._least_seconds_of(alone).items()
+            way: with_least_recomputation(each, layers)
+            for way, each in self._least_seconds_of(alone).items()
         }
         bounds = {}
         for scheduled in self.space.orders(shape):
@@ -123,11 +123,11 @@ class BoundedSpace:
         return min(bounds.values(), default=None)
 
     def _updates(
-        self, scheduled: Config, layout: "StageLayout", seconds: _ByGathers
+        self, scheduled: Config, layout: "StageLayout", seconds: _ByStorage
     ) -> Iterator[tuple[Config, float]]:
         """Yield every way to store the state, with the seconds of its update."""
         for one in self.space.storages(scheduled):
-            yield one, update_seconds(one, layout, seconds[one.parallel.reshards])
+            yield one, update_seconds(one, layout, seconds[_storage(one)])
 
     def _arranged(self, scheduled: Config) -> tuple[ScheduleFacts, tuple[int, ...]]:
         """What is known of a schedule before it is built, and the layers of its stages."""
@@ -142,19 +142,21 @@ class BoundedSpace:
 
     def _least_step(
         self, scheduled: Config, facts: ScheduleFacts, layers: tuple[int, ...],
-        seconds: _ByGathers, updates: Iterable[tuple[Config, float]],
+        seconds: _ByStorage, updates: Iterable[tuple[Config, float]],
     ) -> float:  # fmt: skip
         """A lower bound on the seconds of a step with one of these ways to store the state."""
         parallel = scheduled.parallel
         if parallel.layer_split == "balanced" and parallel.memory_limit:
             return 0.0  # the limit may ask for other layers
-        least: dict[bool, float] = {}
+        # Groups have one scan, unless every action gathers its layers.
+        least: dict[object, tuple[float, tuple[bool, int]]] = {}
         for one, update in updates:
-            gathers = one.parallel.reshards
-            least[gathers] = min(update, least.get(gathers, math.inf))
+            way = _storage(one)
+            alike = way if one.parallel.reshards else False
+            least[alike] = min((update, way), least.get(alike, (math.inf, way)))
         steps = []
-        for gathers, update in least.items():
-            costs = seconds[gathers].costs(
+        for update, way in least.values():
+            costs = seconds[way].costs(
                 layers, shared_by=parallel.vocab_shared_by, split=facts.is_split,
                 recomputes=scheduled.train.remat == "ahead",
             )  # fmt: skip
@@ -168,15 +170,13 @@ class BoundedSpace:
             result.note(sizes[-1], one)
         return min(sizes) <= self.usable
 
-    def _least_seconds_of(self, scheduled: Config) -> _ByGathers:
-        """The least seconds of ops of a schedule, without and with gathers in every action.
+    def _least_seconds_of(self, scheduled: Config) -> _ByStorage:
+        """The least seconds of ops of a schedule, for every way to store the state.
 
         Layers may run in halves, which are not traced for it.
         """
-        ways = {one.parallel.reshards: one for one in self.space.storages(scheduled)}
-        return {
-            gathers: op_seconds(one, self.hardware).least_in_halves for gathers, one in ways.items()
-        }
+        ways = {_storage(one): one for one in self.space.storages(scheduled)}
+        return {way: op_seconds(one, self.hardware).least_in_halves for way, one in ways.items()}
 
     def _facts_of(self, config: Config) -> ScheduleFacts:
         """The facts of a configuration's schedule; raises `ScheduleError` if there is none."""
@@ -192,3 +192,8 @@ class BoundedSpace:
             in_order = not parallel.in_flight
             self._facts[key] = ScheduleFacts.of_schedule(schedule, in_order=in_order)
         return self._facts[key]
+
+
+def _storage(config: Config) -> tuple[bool, int]:
+    """How replicas store layers: whether every action gathers them, and in how many groups."""
+    return config.parallel.reshards, config.parallel.dp_replicate

@@ -1,6 +1,7 @@
 """The settings among which a search chooses, as configurations on a number of devices."""
 
 from collections.abc import Callable, Iterable, Iterator
+from math import lcm
 from typing import Any
 
 from msgspec import structs
@@ -20,8 +21,8 @@ SEARCHED = {
     "parallel": (
         "pp", "dp", "tp", "cp", "cp_heads", "ep", "ep_over_tp", "sequence_parallel",
         "overlap_halves", "vocab_parallel_pp",
-        "zero_stage", "schedule", "schedule_file", "virtual_stages", "memory_limit", "in_flight",
-        "breadth", "layer_split", "unroll_layers",
+        "zero_stage", "dp_replicate", "schedule", "schedule_file", "virtual_stages",
+        "memory_limit", "in_flight", "breadth", "layer_split", "unroll_layers",
     ),
     "train": (
         "grad_accum_steps", "batch_tokens", "microbatch_size", "remat", "remat_layers",
@@ -34,7 +35,8 @@ class SearchSpace:
     """Configurations with the tokens of a step of one, on all of `devices` devices.
 
     They differ in pp, dp, tp, cp, ep (also over tp), sequence and vocabulary parallelism,
-    microbatch size, remat, schedule, stages per rank, layers in halves, offloading and ZeRO stage.
+    microbatch size, remat, schedule, stages per rank, layers in halves, offloading, ZeRO stage and
+    groups of replicas, of which a host is one if there are several.
     tp divides the devices of a host, and cp leaves a device 2,048 tokens of a sequence, if the
     configuration has no more of them. Of the schedules that are searched themselves there is only
     the configuration's. All other settings are the configuration's.
@@ -161,20 +163,29 @@ class SearchSpace:
             yield _with(scheduled, parallel=dict(overlap_halves=halves))
 
     def storages(self, scheduled: Config) -> Iterator[Config]:
-        """Yield the configurations of a schedule by ZeRO stage and by where moments are."""
-        own = self.config.train.offload_moments
+        """Yield the configurations of a schedule by ZeRO stage, groups, and where moments are."""
+        own, parallel = self.config.train.offload_moments, scheduled.parallel
+        hosts = max(1, parallel.dp * parallel.tp // self._host)  # that replicas are on
+        groups = dict.fromkeys((1, self._own.dp_replicate, hosts))
+        shared = lcm(parallel.cp, parallel.ep_replicas)
         for stage in self._choose("parallel.zero_stage", (0, 1, 2, 3)):
-            for away in self._choose("train.offload_moments", dict.fromkeys((own, False, True))):
-                yield _with(
-                    scheduled, parallel=dict(zero_stage=stage), train=dict(offload_moments=away)
-                )
+            for number in self._choose("parallel.dp_replicate", groups):
+                if number > 1 and (stage == 0 or parallel.dp % (number * shared)):
+                    continue
+                how = dict(zero_stage=stage, dp_replicate=number)
+                for away in self._choose(
+                    "train.offload_moments", dict.fromkeys((own, False, True))
+                ):
+                    yield _with(scheduled, parallel=how, train=dict(offload_moments=away))
 
     @staticmethod
     def stored_as(config: Config, other: Config) -> Config:
         """The configuration with the state stored as in another."""
         return _with(
             config,
-            parallel=dict(zero_stage=other.parallel.zero_stage),
+            parallel=dict(
+                zero_stage=other.parallel.zero_stage, dp_replicate=other.parallel.dp_replicate
+            ),
             train=dict(offload_moments=other.train.offload_moments),
         )
 
@@ -228,6 +239,8 @@ class SearchSpace:
         heads = {"cp_heads": own.cp_heads if sizes["cp"] == own.cp else 1}
         if "parallel.cp_heads" in self._fixed:
             heads = {}
+        if "parallel.dp_replicate" not in self._fixed:
+            heads["dp_replicate"] = 1  # of a schedule, `storages` has others
         if "parallel.overlap_halves" not in self._fixed:
             heads["overlap_halves"] = False  # of a schedule, `halves` has both
         for stream in self._choose("parallel.sequence_parallel", streams):

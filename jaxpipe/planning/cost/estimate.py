@@ -209,8 +209,10 @@ def update_seconds(config: Config, layout: "StageLayout", seconds: OpSeconds) ->
     gathered while the first F of layers before it runs; both are waited for in one layer.
     """
     traffic, layer = step_traffic(config, layout), seconds.layer
-    sent = _exposed(traffic.reduced * seconds.network, layer.whole_backward, config, layout)
-    sent += _exposed(traffic.gathered * seconds.network, layer.F, config, layout)
+    reduced = traffic.summed * seconds.network + traffic.scattered * seconds.shards
+    reduced += traffic.across * seconds.groups
+    sent = _exposed(reduced, layer.whole_backward, config, layout)
+    sent += _exposed(traffic.gathered * seconds.shards, layer.F, config, layout)
     return sent + traffic.host * seconds.host + update_bytes(config, layout) * seconds.memory
 
 

@@ -38,6 +38,7 @@ class Axes(NamedTuple):
       cp: replicas that share a sequence.
       ep: devices that share the experts of a layer.
       shards: replicas over which ZeRO shards parameters.
+      groups: replicas with the same shards (`parallel.dp_replicate`).
       replicas: all replicas of a pipeline rank.
       pp: pipeline ranks.
     """
@@ -46,6 +47,7 @@ class Axes(NamedTuple):
     cp: Group
     ep: Group
     shards: Group
+    groups: Group
     replicas: Group
     pp: Group
 
@@ -135,6 +137,7 @@ class Hardware:
             cp=group(parallel.cp, between_replicas),
             ep=sharers,
             shards=group(dp // parallel.dp_replicate, between_replicas),
+            groups=group(parallel.dp_replicate, between_replicas * (dp // parallel.dp_replicate)),
             replicas=group(dp, between_replicas),
             pp=group(pp, between_ranks),
         )

@@ -34,12 +34,16 @@ class StepTraffic(NamedTuple):
     """Bytes that a device sends once a step, outside of the scan.
 
     Attributes:
-      reduced: gradients that are reduced over replicas.
-      gathered: parameters that are gathered over replicas.
+      summed: gradients that are all-reduced over all replicas.
+      scattered: gradients that are reduce-scattered over the replicas of a group.
+      across: shards of gradients that are all-reduced over groups (`parallel.dp_replicate`).
+      gathered: parameters that are gathered over the replicas of a group.
       host: moments that come from the host and return.
     """
 
-    reduced: float
+    summed: float
+    scattered: float
+    across: float
     gathered: float
     host: int
 
@@ -47,22 +51,26 @@ class StepTraffic(NamedTuple):
 def step_traffic(config: Config, layout: "StageLayout") -> StepTraffic:
     """Return what a device with these stages sends once a step, outside of the scan.
 
-    Below ZeRO stage 2 gradients are all-reduced, from it on reduce-scattered; from stage 1 on
-    parameters are gathered. Layers that every action gathers are not in it (`collectives.
-    resharding_of`). Groups of replicas (`parallel.dp_replicate`) count as one ring of all.
+    Below ZeRO stage 2 gradients are all-reduced, from it on reduce-scattered within each group of
+    replicas and then all-reduced across groups; from stage 1 on parameters are gathered. Layers
+    that every action gathers are in `across` alone (`collectives.resharding_of` has the rest).
     """
     parallel, train = config.parallel, config.train
     by_kind, embed_head = stored_values(config)
     counts = Counter(layout.slot_kinds)
     item, of_sum = ITEMSIZE[train.compute_dtype], ITEMSIZE[parallel.grad_reduce_dtype]
-    times = of_sum * (2 if parallel.zero_stage < 2 else 1)
     every = [(1, embed_head), *((count, by_kind[kind]) for kind, count in counts.items())]
     moments = sum(count * trained.moments for count, (trained, _) in every)
+    across = 2 * of_sum * sum(count * trained.across for count, (trained, _) in every)
     if parallel.reshards:
         every = every[:1]
-    reduced = sum(count * times * trained.reduced for count, (trained, _) in every)
+    scattered = of_sum * sum(count * trained.reduced for count, (trained, _) in every)
+    summed = 0.0
+    if parallel.zero_stage < 2:
+        summed, scattered, across = 2 * scattered + across, 0.0, 0.0
     gathered = sum(count * item * (one.full - one.shard) for count, both in every for one in both)
-    return StepTraffic(reduced, gathered, 2 * moments if train.offload_moments else 0)
+    host = 2 * moments if train.offload_moments else 0
+    return StepTraffic(summed, scattered, across, gathered, host)
 
 
 def layer_traffic(config: Config) -> dict[str, tuple[float, float]]:

@@ -121,8 +121,9 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       tensor: collectives of a layer over tp that its compute does not hide; 0 if `layer` is
         measured and so contains them.
       shares: what every layer takes, in mean layers; empty: all are alike.
-      network, host, memory: seconds per byte that a device sends around a ring of all replicas,
-        to or from its host, and of its own memory; never measured.
+      network, shards, groups: seconds per byte that a device sends around a ring of all replicas,
+        of its group of replicas, and of one replica of each group; never measured.
+      host, memory: seconds per byte to or from its host, and of its own memory; never measured.
     """
 
     layer: LayerSeconds
@@ -137,6 +138,8 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor: LayerSeconds = NO_EXCHANGE
     shares: tuple[LayerShare, ...] = ()
     network: float = 0.0
+    shards: float = 0.0
+    groups: float = 0.0
     host: float = 0.0
     memory: float = 0.0
 

@@ -31,8 +31,9 @@ class StoredValues(NamedTuple):
         embedding and head are vocabulary-parallel.
       moments: bytes of the optimizer's moments.
       of_rank: bytes of parameters, gradients and moments, those of embed_head all-gathered over pp.
-      reduced: values that a device sends in a reduce-scatter of the gradients in a ring of all
-        devices that have one to add.
+      reduced: values that a device sends in a reduce-scatter of the gradients in a ring of the
+        devices that have one to add, within its group of replicas (`parallel.dp_replicate`).
+      across: values that it sends in a reduce-scatter of the results among the groups.
     """
 
     shard: int
@@ -42,6 +43,7 @@ class StoredValues(NamedTuple):
     moments: int
     of_rank: int
     reduced: float
+    across: float
 
 
 TrainedAndFrozen = tuple[StoredValues, StoredValues]
@@ -130,6 +132,7 @@ class _ShardedState:
         stored, full = [*params()], [*params((*ZERO_AXES, *ranks))]
         item = FLOAT32 + FLOAT32 if trained else self.itemsize
         of_rank = sum(each(self.params, ranks, unit=item))
+        traffic = [*self._reduced(select, ranks)] if trained else []
         return StoredValues(
             shard=sum(stored),
             full=sum(full),
@@ -137,7 +140,8 @@ class _ShardedState:
             of_layers=sum(params(ZERO_AXES, ranks)),
             moments=sum(sum(each(tree)) for tree in self.moments),
             of_rank=of_rank + sum(sum(each(tree, ranks)) for tree in self.moments),
-            reduced=sum(self._reduced(select, ranks), 0.0) if trained else 0.0,
+            reduced=sum((within for within, _ in traffic), 0.0),
+            across=sum((across for _, across in traffic), 0.0),
         )
 
     def _bytes(
@@ -150,13 +154,15 @@ class _ShardedState:
                 axes = *always, *(a for a in gathered if a not in how.param.sharded_axes)
                 yield (unit or leaf.dtype.itemsize) * self._shard_size(leaf, how, axes)
 
-    def _reduced(self, select: Select, ranks: Axes) -> Iterator[float]:
-        """Values of the selected arrays that a ring of `(RP, *ZERO_AXES, *ranks)` sends."""
+    def _reduced(self, select: Select, ranks: Axes) -> Iterator[tuple[float, float]]:
+        """Values of the selected arrays that rings of `(*ZERO_AXES, *ranks)`, then of RP, send."""
+        groups = self.mesh[RP]
         for leaf, how in self._selected(select, self.params):
-            axes = {RP, *ZERO_AXES, *ranks} - {*how.param.sharded_axes}
+            axes = {*ZERO_AXES, *ranks} - {*how.param.sharded_axes}
             devices = prod(self.mesh[axis] for axis in axes)
             if how.param.trained:
-                yield self._shard_size(leaf, how, tuple(axes)) * (devices - 1) / devices
+                each = self._shard_size(leaf, how, tuple(axes)) / devices
+                yield each * (devices - 1), each * (groups - 1) / groups
 
     def _selected(self, select: Select, tree: Any) -> Iterator[tuple[Any, "ParamSharding"]]:
         """The selected arrays of a stage-stacked tree, each with how it is stored."""
