@@ -68,6 +68,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Indices of the layers that an entry of the first dim of a variable belongs to, each."""
         return ()
 
+    def block_of(self, layer: int, path: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
+        """Index of the published layer that a parameter of a layer is in, and its path there."""
+        return layer, path
+
     def for_evaluation(self) -> Self:
         """The same model with experts that take every token that chooses them."""
         return self

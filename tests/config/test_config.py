@@ -115,6 +115,7 @@ PARAMETERS = {
     "deepseek_v3": 671_026_419_200 - 58 * 256,  # published with the biases of its routers
     "deepseek_v3.2": 671_026_404_352 + 61 * (1536 * 64 * 128 + 7168 * (128 + 64) + 2 * 128),
     "glm5": 743_911_199_232,
+    "glm5.2": 743_377_000_704,
     "kimi_k2": 1_026_408_232_448 - 60 * 384,
     "kimi_linear_48b_a3b": 49_122_675_072,  # without the biases of its routers, 26 * 256
     "nemotron_h_8b": 8_100_852_736,
@@ -146,6 +147,7 @@ ACTIVE = {
     "deepseek_v3": 37_552_282_624,
     "deepseek_v3.2": 38_403_807_488,
     "glm5": 41_784_709_632,
+    "glm5.2": 41_250_511_104,
     "kimi_k2": 32_861_477_888,
     "kimi_linear_48b_a3b": 3_484_453_248,
     "nemotron_3_nano_30b_a3b": 3_580_073_408,
@@ -164,16 +166,20 @@ def test_presets_have_the_published_parameter_counts(path, preset):
 
 
 @pytest.mark.parametrize(
-    ("preset", "published"), [("glm4_5_air", 110_468_824_832), ("glm4_5", 358_337_791_296)]
+    ("preset", "copies", "published"),
+    [
+        ("glm4_5_air", 2, 110_468_824_832),
+        ("glm4_5", 2, 358_337_791_296),
+        ("glm5.2", 0, 753_329_940_480),
+    ],
 )
-def test_published_files_of_a_model_that_predicts(preset, published):
-    """They also hold the biases of routers, and copies of embedding and head."""
-    model = FAMILIES["glm4_moe"].config(**PRESETS[preset] | {"mtp_depth": 1})
-    biases, copies = (
-        len(model.sparse_layers) * model.n_experts,
-        2 * model.vocab_size * model.d_model,
-    )
-    assert model.parameter_count() + biases + copies == published
+def test_published_files_of_a_model_that_predicts(preset, copies, published):
+    """They also hold the biases of routers, and some hold copies of embedding and head."""
+    fields = PRESETS[preset] | {"mtp_depth": 1}
+    model = FAMILIES[fields["family"]].config(**fields)
+    biases = len(model.sparse_layers) * model.n_experts
+    copied = copies * model.vocab_size * model.d_model
+    assert model.parameter_count() + biases + copied == published
 
 
 @pytest.mark.extended(unless=["quickstart*", "llama3_8b_pp4"])

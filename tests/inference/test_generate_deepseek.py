@@ -10,7 +10,7 @@ from inference.test_generate import generator, greedy
 from outside.test_deepseek import made_by_transformers
 
 
-@pytest.mark.parametrize("name", ["v3", "v32", "glm5"])
+@pytest.mark.parametrize("name", ["v3", "v32", "glm5", "glm52"])
 @pytest.mark.parametrize("overrides", ["", pytest.param("parallel.tp=2", marks=pytest.mark.slow)])
 def test_greedy_tokens_are_those_of_transformers(tmp_path, name, overrides):
     """The second caches its indexer's keys, too, and has longer prompts than keys to choose."""

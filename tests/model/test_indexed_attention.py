@@ -156,7 +156,7 @@ def test_a_ring_is_refused(operands):
         ({"index_warmup": True, "router_bias_rate": 0.1}, "router_bias_rate=0.1 changes"),
         (
             {"index_topk": 0, "index_n_heads": 0, "index_head_dim": 0, "index_loss": 2.0},
-            "of an indexer, but model.index_topk=0: set model.index_topk, or leave them out",
+            "of an indexer, but model.index_topk=0: set model.index_topk, or leave it out",
         ),
     ],
 )

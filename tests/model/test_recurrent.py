@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from compare import assert_same
 from flax import nnx
-from meshes import HYBRID, MODELS
+from mesh_models import HYBRID, MODELS
 from msgspec.structs import replace
 from oracles import recurrence
 

@@ -25,10 +25,19 @@ def check(*args, **how):
         ("indexed", "dualpipe", (2, 2, 2), {"cp": 2, "remat": "full", "poison_bubbles": True}),
         ("indexed", "interleaved_1f1b", (2, 1, 4), {"sequence": True, "slices": 2}),
         ("indexed", "zbv", (2, 2, 1), {"zero_stage": 3}),
+        ("shared_index", "zb_h1", (2, 1, 2), {"sequence": True, "slices": 2, "remat": "full"}),
+        (
+            "packed_shared_index", "1f1b", (2, 2, 2),
+            {"cp": 2, "slices": 2, "ep": 2, "sequence": True, "zero_stage": 3,
+             "remat": "selective", "poison_bubbles": True},
+        ),
+        ("packed_shared_index", "zb_h1", (4, 2, 1), {"ep": 2, "remat": "ahead"}),
+        ("shared_index", "dualpipev", (2, 2, 1), {"cp": 2, "zero_stage": 2}),
+        ("shared_warming", "zb_h1", (2, 1, 2), {"slices": 2, "remat": "full"}),
         ("warming", "zb_h1", (2, 2, 2), {"cp": 2, "slices": 2, "remat": "full"}),
         ("warming", "1f1b", (2, 2, 1), {"zero_stage": 3, "remat": "selective"}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_chosen_keys_of_every_device_and_slice(model, schedule, mesh, how):
     check(model, schedule, *mesh, **how)

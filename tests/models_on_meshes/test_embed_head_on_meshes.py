@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from compare import assert_same
 from jax.sharding import NamedSharding
-from meshes import SIZES, pipeline_of, run, wanted
+from mesh_models import SIZES
+from meshes import pipeline_of, run, wanted
 from programs import eqns_of, executed_flops
 
 from jaxpipe.core.schedule import Lockstep

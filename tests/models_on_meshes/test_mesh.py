@@ -10,13 +10,13 @@ import pytest
 from compare import assert_same
 from jax.sharding import PartitionSpec
 from layer_outputs import recording
+from mesh_models import SIZES
 from meshes import (
     EXAMPLES,
     LENGTH,
     MICROBATCHES,
     MODELS,
     PLAIN,
-    SIZES,
     pipeline_of,
     problem,
     run,

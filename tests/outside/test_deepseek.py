@@ -54,6 +54,13 @@ MODELS = {
         "num_key_value_heads": 4, "index_topk": 7, "index_n_heads": 16, "index_head_dim": 12,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     }),
+    # Layers that choose keys: 0, 1 and 3.
+    "glm52": ("GlmMoeDsa", _SIZES | {
+        "num_hidden_layers": 5, "q_lora_rank": 24, "n_group": 1, "topk_group": 1,
+        "n_shared_experts": 1, "num_key_value_heads": 4, "index_topk": 7, "index_n_heads": 16,
+        "index_head_dim": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "indexer_types": ["full", "full", "shared", "full", "shared"],
+    }),
     "v2": ("DeepseekV2", _SIZES | {
         "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
         "routed_scaling_factor": 16.0, "rope_parameters": _YARN | {"mscale_all_dim": 0.707},
@@ -139,10 +146,11 @@ CHANGES = {
         "quantization_config": {"quant_method": "awq"}
     },
     "moe_layer_freq=2 but": {"moe_layer_freq": 2},
-    "has indexer_types=.*'shared'.* an indexer of their own": {
-        "architectures": [huggingface.GLM], "indexer_types": ["full", "shared", "shared"],
+    r"has indexers in the layers \[0, 2, 5\] alone": {
+        "architectures": [huggingface.GLM], "num_hidden_layers": 6,
+        "indexer_types": ["full", "shared", "full", "shared", "shared", "full"],
     },
-    "index_topk_freq=4 but": {"architectures": [huggingface.GLM], "index_topk_freq": 4},
+    "index_topk_freq=4 but": {"index_topk_freq": 4},
 }  # fmt: skip
 
 

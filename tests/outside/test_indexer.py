@@ -27,11 +27,15 @@ SETTINGS = models.SIZES | models.LATENT | {
     "q_lora_rank": 8, "n_group": 2, "topk_group": 2, "index_topk": TOPK, "index_n_heads": 16,
     "index_head_dim": 6,
 }  # fmt: skip
-# The name of its classes, and how the indexer rotates.
+# The name of its classes, how the indexer rotates, and fields of its own.
 FAMILIES = {
-    "deepseek_v32": ("DeepseekV32", apply_rotary_pos_emb),
-    "glm_moe_dsa": ("GlmMoeDsa", apply_rotary_pos_emb_interleave),
-}
+    "deepseek_v32": ("DeepseekV32", apply_rotary_pos_emb, {}),
+    "glm_moe_dsa": ("GlmMoeDsa", apply_rotary_pos_emb_interleave, {}),
+    "glm_5_2": (
+        "GlmMoeDsa", apply_rotary_pos_emb_interleave,
+        {"indexer_types": ["full", "full", "shared", "shared"]},
+    ),
+}  # fmt: skip
 LAYOUTS = {
     "one device": {},
     "pp 2, tp 2": {"pp": 2, "tp": 2, "schedule": "zb_h1", "sequence_parallel": True},
@@ -73,21 +77,22 @@ def indexer_losses(model, rotate):
         attention.register_forward_hook(add)
 
     for layer in model.model.layers:
-        listen(layer.self_attn)
+        if layer.self_attn.indexer is not None:
+            listen(layer.self_attn)
     return found
 
 
 def first_step(family):
     """Return the record of a step, with the loss of tokens and that of indexers."""
-    name, rotate = FAMILIES[family]
+    name, rotate, own = FAMILIES[family]
     of_model = getattr(transformers, f"{name}ForCausalLM")
-    config = getattr(transformers, f"{name}Config")(**SETTINGS)
+    config = getattr(transformers, f"{name}Config")(**SETTINGS, **own)
     config._attn_implementation = config._experts_implementation = "eager"
     of_model(config)  # what it imports must not see float32 replaced
     with record.float64():
         model = of_model(config).to(torch.float64).eval()
         tokens, ignored = record.batches()
-        named = dict(model.named_parameters())
+        named, family = dict(model.named_parameters()), config.model_type
         shapes = record.published(
             {name: tensor.detach().numpy() for name, tensor in named.items()}, family
         )

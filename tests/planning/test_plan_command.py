@@ -127,7 +127,7 @@ def test_measured_seconds_replace_the_computed(capsys, tmp_path):
     [
         (["--show", "1f2b"], "--show '1f2b' is not in the table: use one of '1f1b', 'gpipe'"),
         (["--costs", "nowhere.json"], "cannot read op seconds from nowhere.json"),
-        (["parallel.pp=64"], "parallel.pp=64 exceeds model.n_layers=4"),
+        (["parallel.pp=64"], "parallel.pp=64 is too much for model.n_layers=4"),
         (["parallel.dp=-1"], "parallel.dp=-1: give at least 1; or -1 for all devices"),
         (["parallel.dp=-1", "--devices", "9"], "parallel.dp=-1 takes all 9 devices"),
         (["--devices", "4"], "must equal the number of devices, 4: change one of them.\n"),

@@ -214,7 +214,7 @@ def test_load_rejects(overrides, message):
         (["parallel.schedule=dualpipe", "parallel.pp=3"], "dualpipe needs an even pp"),
         (["parallel.schedule=dualpipev", "train.grad_accum_steps=1"], "needs at least 2 pp micro"),
         (["parallel.schedule=zbv", "parallel.pp=4"], "4 layers cannot fill 8 stages"),
-        (["parallel.pp=5"], "parallel.pp=5 exceeds model.n_layers=4: .* at most parallel.pp=4"),
+        (["parallel.pp=5"], "is too much for model.n_layers=4: .* at most parallel.pp=4"),
         (["parallel.layer_split=[2,1]"], r"layer split \[2, 1\] has 2 entries with sum 3"),
         (["parallel.pp=3", "parallel.layer_split=[2,0,2]"], "leaves stage 1 without one"),
         (["train.grad_accum_steps=1"], "grad_accum_steps=1 cannot fill parallel.pp=2 under 1f1b"),

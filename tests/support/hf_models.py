@@ -257,7 +257,7 @@ def our_logits(model, params, tokens_BL, variables=None):
     decoder = FAMILIES[model.family].build(model)
     microbatch = {"inputs": jnp.asarray(tokens_BL)}
     x = decoder.embed(params["embed_head"], microbatch)
-    for i in range(model.n_layers):
+    for i in range(model.pipeline_layers):
         context, kind = Context(microbatch, jnp.int32(i), None, variables), model.layer_kinds[i]
         x = decoder.layer(params["layers"][str(i)], x, context, kind).y
     x, head = nnx.merge(decoder._embed_head_graph, params["embed_head"]).leave(x)

@@ -147,8 +147,9 @@ def list_parameters(model: ModelConfig, form: HuggingFace | None = None) -> list
     ]
     for i, kind in enumerate(order):
         for path, shape in layers[kind].items():
-            tensor = form.LAYER["/".join(path)]
-            named_tensor = tensor._replace(name=form.PREFIX.format(i) + tensor.name)
+            number, within = model.block_of(i, path)
+            tensor = form.LAYER["/".join(within)]
+            named_tensor = tensor._replace(name=form.PREFIX.format(number) + tensor.name)
             parameters.append(NamedParameter(("layers", str(i), *path), shape, named_tensor))
     variables = _list_variables(model, form, built.functions.variables or {})
     return _with_widths(parameters, model) + variables
@@ -199,8 +200,11 @@ def locate_parameters(
     bare = not any(name.startswith(form.BASE) for name in names)
 
     def locate(parameter: NamedParameter) -> NamedParameter:
-        part, *path = parameter.path
-        prefix = form.PREFIX.format(path.pop(0)) if part == "layers" else ""
+        part, path = parameter.path[0], parameter.path[1:]
+        prefix = ""
+        if part == "layers":
+            number, path = model.block_of(int(path[0]), path[1:])
+            prefix = form.PREFIX.format(number)
         other = None if parameter.is_variable else form.FUSED.get("/".join(path))
         choices = [parameter]
         if other is not None:

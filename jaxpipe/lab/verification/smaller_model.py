@@ -42,6 +42,8 @@ def smaller_model(
     heads, keys = _head_counts(model, before, after)
     equal = model.n_heads * model.head_size == model.d_model
     depth, every = min(model.tokens_ahead, 2), loops.most + 1
+    alone, group = getattr(model, "index_first", 0), getattr(model, "index_group", 1)
+    groups = max(layers - (depth > 0) - alone, 1)
     sizes = {
         "n_heads": heads,
         "n_kv_heads": keys,
@@ -51,7 +53,7 @@ def smaller_model(
         "d_ff": _HIDDEN * after.tp,
         "vocab_size": _vocabulary(model.vocab_size, before, after),
         "mtp_depth": depth,
-        "n_layers": max(layers - (depth > 0), 1),
+        "n_layers": alone + groups * group,
         "max_seq_len": length if model.max_seq_len else 0,
         "global_every": min(getattr(model, "global_every", 0), every),
         "sliding_window": min(getattr(model, "sliding_window", 0), length // 2 - 1),
@@ -127,6 +129,7 @@ def _vocabulary(size: int, before: ParallelConfig, after: ParallelConfig) -> int
 
 def _experts(model: ModelConfig, after: ParallelConfig, loops: SmallerLoops) -> dict[str, Any]:
     """Sizes of a mixture of experts."""
+    grouped = getattr(model, "index_group", 1) > 1  # where blocks of a group may be dense
     dense = max((least for kind, least in loops.layers.items() if not is_sparse(kind)), default=1)
     groups = min(model.expert_groups, 4)
     chosen = min(model.groups_per_token, max(groups // 2, 1)) if groups > 1 else 1
@@ -141,6 +144,6 @@ def _experts(model: ModelConfig, after: ParallelConfig, loops: SmallerLoops) -> 
         "group_score_experts": min(model.group_score_experts, experts // groups),
         "d_expert": _HIDDEN // 2 * after.tp if model.d_expert else 0,
         "shared_experts": min(model.shared_experts, 1),
-        "first_dense_layers": min(model.first_dense_layers, dense),
+        "first_dense_layers": min(model.first_dense_layers, model.n_layers if grouped else dense),
         "moe_every": min(model.moe_every, loops.most + 1),
     }

@@ -61,7 +61,8 @@ class IndexedAttention:
     """Attention to the keys that an indexer chooses, as a layer calls it.
 
     The last of `Keys.parts` are the indexer's keys `[B, L, 1, E]`; `make` makes keys and values of
-    the others. Devices that share the layer have their own heads, and all of the indexer.
+    the others. Without an indexer, all are of attention, whose keys an earlier layer has chosen.
+    Devices that share the layer have their own heads, and all of the indexer.
 
     Attributes:
       topk: X, the number of keys that a query attends to. 0: all that it may see, and nothing but
@@ -83,17 +84,18 @@ class IndexedAttention:
     devices: OneDevice = ONE_DEVICE
 
     def __call__(
-        self, q_BLHK: jax.Array, index: IndexQueries, parts: Arrays, weights: jax.Array,
-        given: LayerInputs,
-    ) -> tuple[jax.Array, jax.Array, Cache | None]:  # fmt: skip
-        """Return the output `[B, L, H, V]`, the losses `[B, L]`, and with slices the cache.
+        self, q_BLHK: jax.Array, index: IndexQueries | None, parts: Arrays, weights: jax.Array,
+        given: LayerInputs, chosen_BLX: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None, Cache | None]:  # fmt: skip
+        """Return output `[B, L, H, V]`, losses `[B, L]`, chosen keys, and with slices the cache.
 
         Args:
           q_BLHK: queries of the L tokens of this device's sequence shard, or of its slice.
-          index: the indexer's of the same tokens.
+          index: the indexer's of the same tokens; None: there is no indexer.
           parts: of the keys of the same tokens.
           weights: the second argument of `enter` and `leave`.
           given: the cache of earlier slices, and the documents of packed rows.
+          chosen_BLX: the keys that an earlier layer chose, `[B, L, X]`, without an indexer.
 
         Raises:
           ValueError: keys of other devices go round a ring, or heads are exchanged.
@@ -109,11 +111,12 @@ class IndexedAttention:
         place_L = slice_positions(self.sequence, length) + (0 if cache is None else cache.begin)
         positions_BL = None if documents is None else documents.positions
         limits = _Limits(KeyRange.of(place_L, batch, 0, positions_BL))
-        if self.topk:
+        if self.topk and index is not None:
             chosen_BLX = choose_keys(index, keys.parts[-1][:, :, 0], limits.key_range, self.topk)
-            limits = limits._replace(chosen_BLX=checkpoint_name(chosen_BLX, CHOSEN))
+            chosen_BLX = checkpoint_name(chosen_BLX, CHOSEN)
+        limits = limits._replace(chosen_BLX=chosen_BLX)
         mixed_BLHV, loss_BL = _attend(self, (q_BLHK, index), keys.parts, weights, limits)
-        return mixed_BLHV, loss_BL, cache
+        return mixed_BLHV, loss_BL, chosen_BLX, cache
 
     def block(self, queries: Any, parts: Arrays, weights: jax.Array, limits: _Limits) -> Arrays:
         """Output `[B, C, H, V]` and losses `[B, C]` of a block of queries.
@@ -126,7 +129,7 @@ class IndexedAttention:
             seen_BCX = limits.key_range.mask(place_BS)[:, 0]
         else:
             seen_BCX = limits.chosen_BLX >= 0
-        *of_keys, index_k = parts
+        of_keys, index_k = _split(parts, index)
         k, v = self.make(*of_keys)
         q_BCHK = self.enter(q_BCHK, weights)
         b, c, heads, width = q_BCHK.shape
@@ -140,14 +143,15 @@ class IndexedAttention:
             return mixed_BCHV, jnp.zeros((b, c), share_BCGRX.dtype)
         target_BCX = lax.stop_gradient(share_BCGRX).sum((2, 3)) / (heads * self.devices.size)
         target_BCX = self.devices.total(target_BCX)
-        own_BCX = _masked(_index_scores(index, index_k[..., 0, :], places), seen_BCX)
+        own_BCX = _masked(_index_scores(index, index_k[0][..., 0, :], places), seen_BCX)
         cross_BC = (target_BCX * jax.nn.log_softmax(own_BCX, axis=-1)).sum(-1)
         return mixed_BCHV, -jax.scipy.special.entr(target_BCX).sum(-1) - cross_BC
 
     def length(self, queries: Any, parts: Arrays) -> int:
         """Number of queries of a block, which divides L."""
         (batch, length, heads, _), keys = queries[0].shape, parts[0].shape[1]
-        each = max(heads, queries[1].q_BLIE.shape[2]) * (min(self.topk, keys) or keys)
+        index_heads = 0 if queries[1] is None else queries[1].q_BLIE.shape[2]
+        each = max(heads, index_heads) * (min(self.topk, keys) or keys)
         if self.topk:
             each = max(each, self.topk * sum(x.shape[-2] * x.shape[-1] for x in parts))
         return _block_length(length, batch * each)
@@ -209,9 +213,10 @@ def _backward(attention: IndexedAttention, saved: Any, gradients: Arrays) -> tup
 
         def forward(queries: Any, parts: Arrays, weights: jax.Array) -> Arrays:
             if not attention.topk:
-                fixed = queries[0], parts[:-1], weights
+                of_keys, index_k = _split(parts, queries[1])
+                fixed = queries[0], of_keys, weights
                 q_BCHK, of_keys, weights = lax.stop_gradient(fixed)
-                queries, parts = (q_BCHK, queries[1]), (*of_keys, parts[-1])
+                queries, parts = (q_BCHK, queries[1]), of_keys + index_k
             return attention.block(queries, parts, weights, limits)
 
         _, pull = jax.vjp(forward, queries, _chosen(parts, limits), weights)
@@ -230,6 +235,12 @@ def _backward(attention: IndexedAttention, saved: Any, gradients: Arrays) -> tup
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _split(parts: Arrays, index: IndexQueries | None) -> tuple[Arrays, Arrays]:
+    """The parts of attention's keys, and the keys of the indexer, if there is one."""
+    count = len(parts) - (index is not None)
+    return parts[:count], parts[count:]
 
 
 def _chosen(parts: Arrays, limits: _Limits) -> Arrays:

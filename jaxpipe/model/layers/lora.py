@@ -114,7 +114,7 @@ class LoraDecoder:
                 raise ValueError(
                     f"lora.rank={self.adapters.rank} on layers that have several weights "
                     f"{twice[0]!r}, which adapters cannot tell apart: set model.mtp_depth to 0 or "
-                    f"1, or leave {twice[0]} out of lora.targets."
+                    f"1, and model.index_group to 1, or leave {twice[0]} out of lora.targets."
                 )
         for path, spec in self._every_path(self.adapters):
             name, sharing = product_of(path), self.base.sharing

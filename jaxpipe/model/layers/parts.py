@@ -44,6 +44,11 @@ def init_from(key: jax.Array) -> Init:
     return init
 
 
+def within(init: Init, prefix: str) -> Init:
+    """Initial values under names that begin with `prefix`."""
+    return lambda name, *how: init(f"{prefix}/{name}", *how)
+
+
 def broadcast_last(vector_K: jax.Array, x: jax.Array) -> jax.Array:
     """A vector in x's dtype, reshaped to broadcast along x's last dim."""
     return vector_K.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))

@@ -50,7 +50,7 @@ class PredictingConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, k
     @property
     def block_kinds(self) -> tuple[str, ...]:
         """The kind of every block, first of layers and then of depths."""
-        return self.layer_kinds[: self.n_layers] + (self.block_kind,) * self.mtp_depth
+        return super().block_kinds[: self.n_layers] + (self.block_kind,) * self.mtp_depth
 
     @property
     def prediction_matrices(self) -> int:

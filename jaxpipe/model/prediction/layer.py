@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.core.contract import Aux, Context, LayerOutput
-from jaxpipe.model.layers.parts import Dot, Init, LayerInputs, RMSNorm
+from jaxpipe.model.layers.parts import Dot, Init, LayerInputs, RMSNorm, within
 from jaxpipe.model.options import LayerParts
 from jaxpipe.model.prediction.config import PredictingConfig
 
@@ -60,13 +60,8 @@ class Predictions(nnx.Module):
         self, config: PredictingConfig, parts: LayerParts, init: Init, new_block: NewBlock
     ):
         for k in range(config.mtp_depth):
-            own = _within(init, f"depth_{k}")
+            own = within(init, f"depth_{k}")
             setattr(self, f"depth_{k}", Prediction(config, parts, own, new_block))
-
-
-def _within(init: Init, prefix: str) -> Init:
-    """Initial values under names that begin with `prefix`."""
-    return lambda name, *how: init(f"{prefix}/{name}", *how)
 
 
 class Predicted(NamedTuple):

@@ -27,8 +27,8 @@ def check_pipeline(config: Config) -> None:
     layers = config.model.pipeline_layers
     if parallel.pp > layers:
         raise ConfigError(
-            f"parallel.pp={parallel.pp} exceeds model.n_layers={layers}: every "
-            f"stage needs a layer; use at most parallel.pp={layers}."
+            f"parallel.pp={parallel.pp} is too much for model.n_layers={config.model.n_layers}: "
+            f"stages are made of {layers} layers; use at most parallel.pp={layers}."
         )
     several = family.options.get("virtual_stages") or 1
     if parallel.virtual_stages == 1 and several > 1:

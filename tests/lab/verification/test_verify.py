@@ -46,6 +46,13 @@ OTHERS = {
         "index_head_dim = 16",
         ("parallel.tp=2", "parallel.slices=2", "train.remat=full"),
     ),
+    "shared_index": (
+        "family = 'deepseek'\nq_lora_rank = 32\nkv_lora_rank = 24\nqk_nope_head_dim = 16\n"
+        "qk_rope_head_dim = 8\nv_head_dim = 16\nindex_topk = 64\nindex_n_heads = 4\n"
+        "index_head_dim = 16\nindex_group = 2\nindex_first = 1\nn_experts = 4\n"
+        "experts_per_token = 2\nfirst_dense_layers = 2\nmtp_depth = 1",
+        ("parallel.ep=2", "parallel.slices=2", "train.remat=full"),
+    ),
     "engram": (
         "family = 'engram'\nn_kv_heads = 2\nngram_layers = [1, 2]\nngram_rows = 1000\n"
         "ngram_width = 16\nn_experts = 4\nexperts_per_token = 2",

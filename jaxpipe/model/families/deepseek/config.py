@@ -1,6 +1,7 @@
 """Sizes and choices of a DeepSeek decoder, and the rules between them."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import ClassVar, Self
 
 from msgspec.structs import replace
@@ -8,10 +9,12 @@ from msgspec.structs import replace
 from jaxpipe.model.attention.case import AttentionCase, indexed_supports
 from jaxpipe.model.decoder_config import PositiveFloat
 from jaxpipe.model.family import Count, Positive
-from jaxpipe.model.layers.moe.config import NotNegative
+from jaxpipe.model.layers.moe.config import GROUPED, NotNegative
 from jaxpipe.model.layers.rope.config import RotaryConfig
 from jaxpipe.model.prediction.config import Depth, PredictingConfig
 from jaxpipe.model.variant import Variant
+
+BLOCK = "block_"  # prefix of the names of blocks of a layer that has several
 
 
 class DeepseekConfig(
@@ -49,6 +52,10 @@ class DeepseekConfig(
     # weight of the indexer's loss, the divergence of its scores from attention's probabilities:
     # its mean over tokens, summed over layers. Nothing else trains the indexer; 0: it is frozen
     index_loss: NotNegative = 1.0
+    # consecutive layers that attend to the keys which the first of them chooses (GLM-5.2). They are
+    # one layer of the pipeline, so that no stage begins within them
+    index_group: Positive = 1
+    index_first: Count = 0  # layers before these groups; each has an indexer of its own
     # train the indexer alone, beside attention to all keys: all other parameters are frozen
     index_warmup: bool = False
 
@@ -75,6 +82,39 @@ class DeepseekConfig(
         return replace(super().for_inference(dropless=dropless), index_loss=loss)
 
     @property
+    def first_blocks(self) -> tuple[int, ...]:
+        """Index of the first block of every layer: a group of layers is one."""
+        alone = min(self.index_first, self.n_layers)
+        first = *range(alone), *range(alone, self.n_layers, self.index_group)
+        return (*first, self.n_layers) if self.mtp_depth else first
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of every layer: of a group those of its blocks, joined.
+
+        >>> latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+        >>> sizes = {"d_model": 8, "vocab_size": 8, "n_heads": 1, "d_ff": 8, "v_head_dim": 8}
+        >>> sizes |= latent | {"n_layers": 5, "n_experts": 2, "first_dense_layers": 2}
+        >>> DeepseekConfig(**sizes, index_group=3, index_first=1).layer_kinds
+        ('layer', 'layer+sparse+sparse', 'sparse')
+        """
+        kinds = super().layer_kinds
+        bounds = pairwise((*self.first_blocks, len(kinds)))
+        return tuple(GROUPED.join(kinds[begin:end]) for begin, end in bounds)
+
+    def block_of(self, layer: int, path: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
+        """Index of the published layer that a parameter of a layer is in, and its path there."""
+        first, (part, *rest) = self.first_blocks[layer], path
+        if not part.startswith(BLOCK):
+            return first, path
+        return first + int(part.removeprefix(BLOCK)), tuple(rest)
+
+    @property
+    def indexers(self) -> int:
+        """Number of blocks with an indexer."""
+        return len(self.first_blocks) - (self.mtp_depth > 0) + self.mtp_depth
+
+    @property
     def key_heads(self) -> int:
         """Number of key/value heads, as attention reads them."""
         return self.n_heads
@@ -98,7 +138,8 @@ class DeepseekConfig(
 
     def _mixer_matrices(self) -> int:
         """Number of parameters of the matrices that mix tokens, in all layers."""
-        return self.blocks * self._attention_matrices()
+        own = self.blocks * self._attention_matrices()
+        return own + self.indexers * self._index_matrices()
 
     def _attention_matrices(self) -> int:
         """Number of parameters of the matrices of a layer's attention."""
@@ -107,17 +148,18 @@ class DeepseekConfig(
         q = self.q_lora_rank * (d + queries) if self.q_lora_rank else d * queries
         k_and_v = latent * heads * (self.qk_nope_head_dim + self.v_head_dim)
         keys = d * (latent + self.qk_rope_head_dim)
-        return q + keys + k_and_v + heads * self.v_head_dim * d + self._index_matrices()
+        return q + keys + k_and_v + heads * self.v_head_dim * d
 
     def _index_matrices(self) -> int:
-        """Number of parameters of the matrices of a layer's indexer."""
+        """Number of parameters of the matrices of an indexer."""
         heads, width = self.index_n_heads, self.index_head_dim
         return self.q_lora_rank * heads * width + self.d_model * (heads + width)
 
     def _vectors(self) -> int:
         """Number of parameters of all norms."""
-        layer = 2 * self.d_model + self.q_lora_rank + self.kv_lora_rank + 2 * self.index_head_dim
-        return self.blocks * layer + self.d_model + self.prediction_vectors
+        layer = 2 * self.d_model + self.q_lora_rank + self.kv_lora_rank
+        own = self.blocks * layer + self.indexers * 2 * self.index_head_dim
+        return own + self.d_model + self.prediction_vectors
 
     def flops_per_token(self, seq_len: int) -> int:
         """6 per matrix parameter, and 6 L H S times the widths of a key and a value.
@@ -132,7 +174,7 @@ class DeepseekConfig(
         matrices = self.active_parameter_count() - self._vectors() - embedding
         keys = self.attended_keys(seq_len)
         index = 2 * self.index_n_heads * self.index_head_dim * (seq_len + 2 * keys)
-        return self.flops_of(matrices + self.mtp_depth * head, keys=keys) + self.blocks * index
+        return self.flops_of(matrices + self.mtp_depth * head, keys=keys) + self.indexers * index
 
     def attended_keys(self, seq_len: int) -> int:
         """Number of keys of a query that all may see, of which it attends to the chosen ones."""
@@ -190,20 +232,26 @@ class DeepseekConfig(
         `model.index_topk` needs `model.q_lora_rank`, and `model.index_head_dim` of at least
         `model.qk_rope_head_dim`.
 
-        `model.index_warmup`, `model.index_loss` and `model.index_rotates_neighbours` need
-        `model.index_topk`.
+        `model.index_warmup`, `model.index_loss`, `model.index_rotates_neighbours` and
+        `model.index_group` need `model.index_topk`, and `model.index_first` a `model.index_group`.
 
         `model.index_warmup` needs `model.index_loss` above 0, and `model.router_bias_rate=0`.
         """
         sizes = self.index_topk, self.index_n_heads, self.index_head_dim
         if not any(sizes):
-            if self.index_warmup or self.index_loss != 1 or self.index_rotates_neighbours:
-                yield (
-                    f"model.index_warmup={self.index_warmup}, model.index_loss={self.index_loss} "
-                    f"and model.index_rotates_neighbours={self.index_rotates_neighbours} are of an "
-                    f"indexer, but model.index_topk=0: set model.index_topk, or leave them out."
-                )
+            others = ("warmup", False), ("loss", 1), ("rotates_neighbours", False), ("group", 1)
+            for name, default in (*others, ("first", 0)):
+                if (value := getattr(self, f"index_{name}")) != default:
+                    yield (
+                        f"model.index_{name}={value} is of an indexer, but model.index_topk=0: set "
+                        f"model.index_topk, or leave it out."
+                    )
             return
+        if self.index_first and self.index_group == 1:
+            yield (
+                f"model.index_first={self.index_first} counts layers before groups, but with "
+                f"model.index_group=1 there are none: raise model.index_group, or leave it out."
+            )
         if self.index_warmup and not self.index_loss:
             yield (
                 "model.index_warmup=true trains the indexer alone, but with model.index_loss=0 it "

@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe.core.contract import Aux, StageFunctions
+from jaxpipe.core.contract import Aux, Context, LayerOutput, StageFunctions
+from jaxpipe.core.contract.layer import Pair
 from jaxpipe.core.contract.parameter import ParamSpec
 from jaxpipe.model.attention.indexed import CHOSEN
 from jaxpipe.model.families.deepseek.attention import LatentAttention
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
-from jaxpipe.model.families.deepseek.indexer import LOSS, TOKENS, IndexedLayer
+from jaxpipe.model.families.deepseek.indexer import LOSS, TOKENS, IndexedGroup, IndexedLayer
 from jaxpipe.model.layers.moe.balance import REAL
+from jaxpipe.model.layers.moe.config import GROUPED
 from jaxpipe.model.layers.moe.experts import PRODUCTS
 from jaxpipe.model.layers.parts import Init
 from jaxpipe.model.options import LayerParts
@@ -42,9 +44,33 @@ class DeepseekDecoder(PredictingDecoder):
 
     def new_layer(self, kind: str, parts: LayerParts, init: Init) -> nnx.Module:
         """Build a layer of a kind as a module."""
-        if self.config.index_topk and kind != PREDICTION:
-            return IndexedLayer(kind, self.config, parts, init)
-        return super().new_layer(kind, parts, init)
+        if not self.config.index_topk or kind == PREDICTION:
+            return super().new_layer(kind, parts, init)
+        layer = IndexedGroup if GROUPED in kind else IndexedLayer
+        return layer(kind, self.config, parts, init)
+
+    def layer(
+        self, params: Tree, x: jax.Array, context: Context, kind: str = "layer"
+    ) -> LayerOutput:
+        """One layer, `[B, L, D] -> [B, L, D]`; with slices its state has keys and values."""
+        if self.config.index_group > 1 and kind != PREDICTION:
+            first = jnp.asarray(self.config.first_blocks)[context.index]
+            context = context._replace(index=first)
+        if GROUPED not in kind:
+            return super().layer(params, x, context, kind)
+        positions = self._positions(context.rows, x.shape[0], self._length(x))
+        return nnx.merge(self._layers[kind], params)(x, positions, context, self._given)
+
+    def pair(self, kind: str) -> Pair | None:
+        """As of one block with experts; blocks of a group have no rounds together."""
+        return None if GROUPED in kind else super().pair(kind)
+
+    def state(self, x: jax.Array, rows: Tree, kind: str = "layer") -> Tree:
+        """Empty keys and values before the first slice; of a group for every block."""
+        state = super().state(x, rows, kind)
+        if GROUPED not in kind:
+            return state
+        return (state, *(state[:-1],) * kind.count(GROUPED))
 
     @cached_property
     def leaves(self) -> dict[str, Tree]:

@@ -6,6 +6,7 @@ and `GlmMoeDsaConfig`, and those that only DeepSeek's own code reads, where they
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
@@ -125,18 +126,19 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "moe_layer_freq": (1,),
     "rope_interleave": (True,),
-    "index_topk_freq": (1,),
-    "index_topk_pattern": (None,),
+    "moe_router_dtype": ("float32",),
 }
 _OF_SIGMOID = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+_ALONE = {"index_topk_freq": (1,), "index_topk_pattern": (None,)}  # every layer has an indexer
 _ROUTERS: dict[str, dict[str, tuple[Any, ...]]] = {
     V2: {
         "scoring_func": ("softmax",),
         "topk_method": ("greedy", "group_limited_greedy"),
         "norm_topk_prob": (False, None),
+        **_ALONE,
     },
-    V3: _OF_SIGMOID,
-    V32: _OF_SIGMOID | {"indexer_rope_interleave": (False,)},
+    V3: _OF_SIGMOID | _ALONE,
+    V32: _OF_SIGMOID | _ALONE | {"indexer_rope_interleave": (False,)},
     GLM: _OF_SIGMOID | {"indexer_rope_interleave": (True,)},
 }
 # Read elsewhere, or without effect in latent attention and in one process.
@@ -144,7 +146,8 @@ _READ = (
     "max_position_embeddings", "quantization_config", "topk_method", "scoring_func",
     "num_experts_per_tok", "num_nextn_predict_layers", "aux_loss_alpha", "seq_aux", "ep_size",
     "num_key_value_heads", "head_dim", "qk_head_dim", "mlp_layer_types", "layer_types",
-    "indexer_types", "indexer_rope_interleave", "index_skip_topk_offset",
+    "indexer_types", "indexer_rope_interleave", "index_skip_topk_offset", "index_topk_freq",
+    "index_topk_pattern", "index_share_for_mtp_iteration",
     *rope.FIELDS,
 )  # fmt: skip
 
@@ -183,6 +186,8 @@ def expected(theirs: Mapping[str, Any]) -> dict[str, Any]:
     ours = {own: theirs[field] for field, own in _CHOICES.items()}
     ours |= dict.fromkeys(_INDEXER, 0) | {field: theirs[field] for field in indexer}
     ours["index_rotates_neighbours"] = name == GLM
+    if name == GLM:
+        ours |= _index_groups(theirs)
     if theirs["topk_method"] == "greedy":
         ours |= {"expert_groups": None, "groups_per_token": None}
     return needed | ours | _router(name, ours) | rope.expected(theirs)
@@ -194,14 +199,35 @@ def _check_layers(theirs: Mapping[str, Any]) -> None:
     kinds = {
         "mlp_layer_types": ["dense"] * min(dense, layers) + ["sparse"] * (layers - dense),
         "layer_types": ["indexed_attention"] * layers,
-        "indexer_types": ["full"] * layers,
     }
     for name, usual in kinds.items():
         if theirs.get(name) not in (None, usual):
             raise ValueError(
                 f"has {name}={theirs[name]}, but here the first layers alone are dense, and all "
-                f"have the same attention, with an indexer of their own: take another checkpoint."
+                f"have the same attention: take another checkpoint."
             )
+
+
+def _index_groups(theirs: Mapping[str, Any]) -> dict[str, int]:
+    """The groups of layers that share the keys of an indexer, as transformers reads them.
+
+    Raises `ValueError` where they are not of one length, after layers that share with none.
+    """
+    layers, pattern = theirs["num_hidden_layers"], theirs.get("index_topk_pattern")
+    types = theirs.get("indexer_types") or pattern
+    if types is None:
+        freq, offset = theirs.get("index_topk_freq", 1), theirs.get("index_skip_topk_offset", 2)
+        types = ["F" if max(i - offset + 1, 0) % max(freq, 1) == 0 else "S" for i in range(layers)]
+    first = [i for i, kind in enumerate(types) if kind in ("F", "full")]
+    lengths = [end - begin for begin, end in pairwise((*first, layers))]
+    group = max(lengths, default=1)
+    alone = next((i for i, length in zip(first, lengths) if length > 1), 0)
+    if [*range(alone), *range(alone, layers, group)] != first:
+        raise ValueError(
+            f"has indexers in the layers {first} alone, but here groups of equally many layers "
+            f"share one, after layers that have their own: take another checkpoint."
+        )
+    return {"index_group": group, "index_first": alone}
 
 
 def _router(name: str, ours: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,6 +267,11 @@ def written(model: DeepseekConfig, dtype: str, max_positions: int) -> dict[str, 
     in_groups = model.expert_groups > 1
     greedy = "group_limited_greedy" if in_groups else "greedy"
     indexer = {field: getattr(model, field) for field in _INDEXER if model.index_topk}
+    if name == GLM:
+        first = model.first_blocks
+        indexer["indexer_types"] = [
+            "full" if i in first else "shared" for i in range(model.n_layers)
+        ]
     return {
         "architectures": [name],
         "model_type": _TYPES[name],
@@ -268,7 +299,7 @@ def written(model: DeepseekConfig, dtype: str, max_positions: int) -> dict[str, 
 
 
 def _check_written(name: str, model: DeepseekConfig) -> None:
-    needed: dict[str, Any] = {"moe_every": 1}
+    needed: dict[str, Any] = {"moe_every": 1} | ({"index_group": 1} if name != GLM else {})
     if name != V2:
         needed |= {"group_score_experts": 2, "has_router_bias": True, "router_score": "sigmoid"}
     else:

@@ -8,6 +8,7 @@ transformers.
 Shapes: those of `jaxpipe.model.families.deepseek.attention`; I heads of the indexer, E their width.
 """
 
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import jax
@@ -25,10 +26,11 @@ from jaxpipe.model.families.deepseek.attention import (
     shared_by_heads,
     to_values,
 )
-from jaxpipe.model.families.deepseek.config import DeepseekConfig
+from jaxpipe.model.families.deepseek.config import BLOCK, DeepseekConfig
 from jaxpipe.model.families.llama.layers import LlamaLayer
 from jaxpipe.model.layers.moe.balance import real_tokens
-from jaxpipe.model.layers.parts import PLAIN_DOT, Init, LayerInputs, LayerNorm
+from jaxpipe.model.layers.moe.config import GROUPED
+from jaxpipe.model.layers.parts import PLAIN_DOT, Init, LayerInputs, LayerNorm, within
 from jaxpipe.model.layers.rope.rotate import rotary
 from jaxpipe.model.options import LayerParts
 
@@ -84,32 +86,47 @@ class IndexedLatentAttention(LatentAttention):
     Every head reads the latents themselves (`absorb`), of which each query has its own few.
     """
 
+    CHOOSES = True
+
     def __init__(self, config: DeepseekConfig, parts: LayerParts, init: Init):
         super().__init__(config, parts, init)
-        self.indexer = Indexer(config, parts, init)
+        if self.CHOOSES:
+            self.indexer = Indexer(config, parts, init)
         nope = config.qk_nope_head_dim
         self.attend = IndexedAttention(
             0 if config.index_warmup else config.index_topk,
             shared_by_heads,
             partial(absorb, nope),
             partial(to_values, nope),
-            config.index_loss > 0,
+            self.CHOOSES and config.index_loss > 0,
             parts.sharing.sequence,
             parts.devices,
         )
 
     def __call__(
-        self, x_BLD: jax.Array, positions_BL: jax.Array, given: LayerInputs
-    ) -> tuple[jax.Array, jax.Array, Cache | None]:
-        """Mix tokens, `[B, L, D] -> [B, L, D]`, and return the indexer's losses `[B, L]`."""
-        x_BLD = self.devices.enter(x_BLD)
+        self, x_BLD: jax.Array, positions_BL: jax.Array, given: LayerInputs,
+        chosen_BLX: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None, Cache | None]:  # fmt: skip
+        """Mix tokens, `[B, L, D] -> [B, L, D]`.
+
+        Returns the output, the indexer's losses `[B, L]`, the chosen keys, which without an indexer
+        are the given ones, and with slices the cache.
+        """
+        x_BLD, index = self.devices.enter(x_BLD), None
         q_BLHK, parts, query_BLR = self.operands(x_BLD, positions_BL, given.dot)
-        index, key_BL1E = self.indexer(x_BLD, query_BLR, positions_BL)
-        weights_RHX = self.expansions(q_BLHK)
-        mixed_BLHV, loss_BL, cache = self.attend(
-            q_BLHK, index, (*parts, key_BL1E), weights_RHX, given
+        if self.CHOOSES:
+            index, key_BL1E = self.indexer(x_BLD, query_BLR, positions_BL)
+            parts = *parts, key_BL1E
+        mixed_BLHV, *rest = self.attend(
+            q_BLHK, index, parts, self.expansions(q_BLHK), given, chosen_BLX
         )
-        return self.output(mixed_BLHV, given.dot), loss_BL, cache
+        return self.output(mixed_BLHV, given.dot), *rest
+
+
+class SharedLatentAttention(IndexedLatentAttention):
+    """The same to keys that an earlier layer has chosen."""
+
+    CHOOSES = False
 
 
 class IndexedLayer(LlamaLayer):
@@ -118,22 +135,34 @@ class IndexedLayer(LlamaLayer):
     While the indexer warms up, nothing that other layers have depends on gradients: y has none.
     """
 
-    def __init__(self, kind: str, config: DeepseekConfig, parts: LayerParts, init: Init):
-        super().__init__(kind, config, parts, init, IndexedLatentAttention)
-        self.config = config
+    def __init__(
+        self, kind: str, config: DeepseekConfig, parts: LayerParts, init: Init,
+        mixer: type[nnx.Module] = IndexedLatentAttention,
+    ):  # fmt: skip
+        super().__init__(kind, config, parts, init, mixer)
+        self.config, self.has_loss = config, mixer.CHOOSES and config.index_loss > 0
 
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, context: Context, given: LayerInputs
     ) -> LayerOutput:
         """`[B, L, D] -> [B, L, D]`, and with slices what keys are made of up to the slice's end."""
+        return self.with_choice(x_BLD, positions_BL, context, given)[0]
+
+    def with_choice(
+        self, x_BLD: jax.Array, positions_BL: jax.Array, context: Context, given: LayerInputs,
+        chosen_BLX: jax.Array | None = None,
+    ) -> tuple[LayerOutput, jax.Array | None]:  # fmt: skip
+        """The same, and the chosen keys; without an indexer the given ones are used."""
         read_BLD, add = self.mixer_residual(x_BLD)
-        mixed_BLD, loss_BL, cache = self.attn(self.attn_norm(read_BLD), positions_BL, given)
+        mixed_BLD, loss_BL, chosen_BLX, cache = self.attn(
+            self.attn_norm(read_BLD), positions_BL, given, chosen_BLX
+        )
         y_BLD, aux = self.after_attention(add, mixed_BLD, context, given)
         if self.config.index_warmup:
             y_BLD = lax.stop_gradient(y_BLD)
-        if self.config.index_loss:
+        if self.has_loss:
             aux = self._with_loss(aux, loss_BL, real_tokens(context.rows))
-        return append_cache(y_BLD, cache, aux)
+        return append_cache(y_BLD, cache, aux), chosen_BLX
 
     def _with_loss(self, aux: Aux, loss_BL: jax.Array, real_BL: jax.Array | None) -> Aux:
         """The auxiliary output with the indexer's loss over the tokens that are not padding."""
@@ -143,3 +172,43 @@ class IndexedLayer(LlamaLayer):
         sums = {LOSS: lax.stop_gradient(loss), TOKENS: tokens}
         losses = {"indexer": (self.config.index_loss * loss, tokens)}
         return aux._replace(losses={**aux.losses, **losses}, sums={**aux.sums, **sums})
+
+
+class IndexedGroup(nnx.Module):
+    """Consecutive blocks, `block_0` and so on, that attend to the keys which the first chooses."""
+
+    def __init__(self, kind: str, config: DeepseekConfig, parts: LayerParts, init: Init):
+        for k, of_block in enumerate(kind.split(GROUPED)):
+            mixer = SharedLatentAttention if k else IndexedLatentAttention
+            name = f"{BLOCK}{k}"
+            block = IndexedLayer(of_block, config, parts, within(init, name), mixer)
+            setattr(self, name, block)
+        self.count = k + 1
+
+    def __call__(
+        self, x_BLD: jax.Array, positions_BL: jax.Array, context: Context,
+        given: Callable[[jax.Array, Context], LayerInputs],
+    ) -> LayerOutput:  # fmt: skip
+        """`[B, L, D] -> [B, L, D]`, with a state of every block; `given` is of a block's context.
+
+        `context.index` is that of the first block.
+        """
+        chosen_BLX, states, aux = None, [], Aux()
+        for k in range(self.count):
+            state = None if context.state is None else context.state[k]
+            own = context._replace(index=context.index + k, state=state)
+            output, chosen_BLX = getattr(self, f"{BLOCK}{k}").with_choice(
+                x_BLD, positions_BL, own, given(x_BLD, own), chosen_BLX
+            )
+            x_BLD, of_block = output.y, output.aux
+            states.append(output.state)
+            losses = {f"{name}_{k}": pair for name, pair in of_block.losses.items()}
+            aux = Aux(
+                {**aux.losses, **losses}, _added(aux.sums, of_block.sums),
+                per_example=_added(aux.per_example, of_block.per_example),
+            )  # fmt: skip
+        return LayerOutput(x_BLD, None if context.state is None else tuple(states), aux)
+
+
+def _added(before: Mapping[str, jax.Array], more: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    return {**before, **{k: before[k] + v if k in before else v for k, v in more.items()}}

@@ -21,6 +21,16 @@ _V3 = _MLA | _YARN_40 | _V3_ROUTER | {
     "router_scale": 2.5,
 }  # fmt: skip
 
+# GLM-5 Team 2026, "GLM-5: from Vibe Coding to Agentic Engineering", and its config.json
+_GLM5 = _MLA | _V3_ROUTER | {
+    "n_layers": 78, "d_model": 6144, "n_heads": 64, "d_ff": 12288, "vocab_size": 154880,
+    "rope_theta": 1e6, "norm_eps": 1e-5, "max_seq_len": 202752, "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192, "v_head_dim": 256, "n_experts": 256, "experts_per_token": 8,
+    "d_expert": 2048, "shared_experts": 1, "first_dense_layers": 3, "router_scale": 2.5,
+    "index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128,
+    "index_rotates_neighbours": True,
+}  # fmt: skip
+
 _PRESETS: dict[str, dict[str, int | float | bool | str]] = {
     "deepseek_v2_lite": _MLA | _YARN_40 | {
         "n_layers": 27, "d_model": 2048, "n_heads": 16, "d_ff": 10944, "vocab_size": 102400,
@@ -30,14 +40,9 @@ _PRESETS: dict[str, dict[str, int | float | bool | str]] = {
     },
     "deepseek_v3": _V3,
     "deepseek_v3.2": _V3 | {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
-    # GLM-5 Team 2026, "GLM-5: from Vibe Coding to Agentic Engineering", and its config.json
-    "glm5": _MLA | _V3_ROUTER | {
-        "n_layers": 78, "d_model": 6144, "n_heads": 64, "d_ff": 12288, "vocab_size": 154880,
-        "rope_theta": 1e6, "norm_eps": 1e-5, "max_seq_len": 202752, "q_lora_rank": 2048,
-        "qk_nope_head_dim": 192, "v_head_dim": 256, "n_experts": 256, "experts_per_token": 8,
-        "d_expert": 2048, "shared_experts": 1, "first_dense_layers": 3, "router_scale": 2.5,
-        "index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128,
-        "index_rotates_neighbours": True,
+    "glm5": _GLM5,
+    "glm5.2": _GLM5 | {
+        "rope_theta": 8e6, "max_seq_len": 1048576, "index_group": 4, "index_first": 2
     },
     "kimi_k2": _MLA | _YARN | _V3_ROUTER | {
         "n_layers": 61, "d_model": 7168, "n_heads": 64, "d_ff": 18432, "vocab_size": 163840,

@@ -11,6 +11,7 @@ from jaxpipe.model.family import Count, Positive
 from jaxpipe.model.variant import LLAMA, Variant
 
 DENSE, SPARSE = "layer", "sparse"  # the layer kinds
+GROUPED = "+"  # joins the kinds of the blocks of a layer that has several
 NotNegative = Annotated[float, Meta(ge=0)]
 RouterScore = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
@@ -98,7 +99,7 @@ class MixtureConfig(DecoderConfig, frozen=True, forbid_unknown_fields=True, kw_o
     @property
     def block_kinds(self) -> tuple[str, ...]:
         """The kind of every block of attention and MLP, or experts, in all layers."""
-        return self.layer_kinds
+        return tuple(block for kind in self.layer_kinds for block in kind.split(GROUPED))
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
