@@ -3,10 +3,10 @@
 XLA orders two independent chains so that half of their collectives overlap with compute, and of one
 chain so that none does. Here equations are divided into phases, and a barrier lets a phase start
 when the one before it has ended. In every phase one half (`halves.py`) runs matrix products, and
-the other what lies between two groups of products: collectives, and elementwise work around them.
+the other what lies between two groups of products: collectives, and elementwise work before them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from math import prod
 from typing import Any, NamedTuple
 
@@ -102,15 +102,32 @@ def _undoes(split: JaxprEqn, join: JaxprEqn) -> bool:
 
 
 def _phases_of(jaxpr: Jaxpr) -> list[_Phase]:
-    """Divide the equations into phases; the first has those that depend on no half.
+    """Divide the equations into phases; the first has those that depend on no half."""
+    computes, sends = _largest(jaxpr, _flops), _largest(jaxpr, _sent)
+    is_tie = find_ties(jaxpr)
+    numbers, halves = _number_phases(jaxpr, computes, sends)
+    numbers = _end_with_collectives(jaxpr, numbers, sends, halves)
+    phases = {number: _Phase([], []) for number in sorted({*numbers})}
+    read_in = _last_reads(jaxpr, numbers, computes | sends)
+    for eqn, number in zip(jaxpr.eqns, numbers):
+        eqns, tied = phases[number]
+        if is_tie(eqn):
+            tied.extend(zip(eqn.invars[1:], eqn.outvars[1:]))
+            continue
+        eqns.append(eqn)
+        of_half = (var for var in eqn.outvars if var in halves)
+        tied.extend((var, var) for var in of_half if read_in.get(var, number) > number)
+    return list(phases.values())
+
+
+def _number_phases(jaxpr: Jaxpr, computes: set[int], sends: set[int]) -> tuple[list[int], Set[Var]]:
+    """Return the phase of every equation, and the values that depend on a half.
 
     The first half communicates in even phases and computes in odd ones, the second half the other
     way round. What depends on both halves is in the earliest phase that has its operands.
     """
-    computes, sends = _largest(jaxpr, _flops), _largest(jaxpr, _sent)
     halves: dict[Var, set[int]] = {}
     made_in: dict[Var, int] = {}
-    tied: dict[int, list[tuple[Any, Var]]] = {}
     is_tie = find_ties(jaxpr)
     numbers = []
     for eqn in jaxpr.eqns:
@@ -124,19 +141,42 @@ def _phases_of(jaxpr: Jaxpr) -> list[_Phase]:
             number += number % 2 != is_odd
         numbers.append(number)
         if is_tie(eqn):
-            tied.setdefault(number, []).extend(zip(eqn.invars[1:], eqn.outvars[1:]))
             made_in.update(dict.fromkeys(eqn.outvars, number + 1))
             continue
         made_in.update(dict.fromkeys(eqn.outvars if number >= 0 else (), number))
         halves.update(dict.fromkeys(eqn.outvars if of else (), of))
-    phases = {number: _Phase([], tied.get(number, [])) for number in sorted({*numbers})}
+    return numbers, halves.keys()
+
+
+def _end_with_collectives(
+    jaxpr: Jaxpr, numbers: list[int], sends: set[int], halves: Set[Var]
+) -> list[int]:
+    """Return the phases with what reads the last collective of a phase in the next phase.
+
+    XLA's scheduler begins with the last instruction of a phase. If that read a collective, the
+    scheduler would place products before it comes to the collective's end, and too few are left to
+    hide this collective and those before it.
+    """
+    # The phase of a value, and how many collectives of the phase it waits for, one by one.
+    after: dict[Var, tuple[int, int]] = {}
+    waits = []
     for eqn, number in zip(jaxpr.eqns, numbers):
-        phases[number].eqns.extend(() if is_tie(eqn) else (eqn,))
-    read_in = _last_reads(jaxpr, numbers, computes | sends)
-    for var in halves:
-        if read_in.get(var, -1) > made_in[var]:
-            phases[made_in[var]].tied.append((var, var))
-    return list(phases.values())
+        waits.append(max([(number, 0), *(after[v] for v in variables_in(eqn) if v in after)]))
+        is_sent = id(eqn) in sends and not halves.isdisjoint(eqn.outvars)
+        after.update(dict.fromkeys(eqn.outvars, (number, waits[-1][1] + is_sent)))
+    last = {number: 0 for number in numbers}
+    for number, sent in after.values():
+        last[number] = max(last[number], sent)
+    is_tie = find_ties(jaxpr)
+    made_in: dict[Var, int] = {}
+    ended = []
+    for eqn, (number, sent) in zip(jaxpr.eqns, waits):
+        operands = [var for var in eqn.invars[is_tie(eqn) :] if isinstance(var, Var)]
+        is_read = sent == last[number] > 0 and not (id(eqn) in sends or is_tie(eqn))
+        number = max([number + is_read, *(made_in.get(var, number) for var in operands)])
+        made_in.update(dict.fromkeys(eqn.outvars, number + is_tie(eqn)))
+        ended.append(number)
+    return ended
 
 
 def _last_reads(jaxpr: Jaxpr, numbers: list[int], ends: set[int]) -> dict[Var, int]:

@@ -126,6 +126,20 @@ def test_every_phase_has_products_of_one_half_and_collectives_of_the_other():
     ]  # fmt: skip
 
 
+def test_a_phase_ends_with_its_last_collective():
+    """What reads it, as an adapter's product or a change of layout, is in the next phase."""
+
+    def read(x, params):
+        return mlp(jnp.sin(x), params)
+
+    beside = ["dot", "dot", "gather", "scatter", "sin"]
+    phases = phases_of(lambda x: layers_in_halves(x, 2, of=read))
+    assert [*map(sorted, phases)] == [
+        ["gather"], ["dot", "dot", "gather", "sin"], beside, beside,
+        ["dot", "dot", "scatter", "sin"], ["scatter"],
+    ]  # fmt: skip
+
+
 def test_ties_between_layers_keep_halves_apart():
     """Parameters that a barrier ties to x are not of a half, and the second half is not tied."""
 
@@ -165,10 +179,14 @@ def test_halves_of_sequences_need_a_state():
         layer_in_halves(KIND, "sequence")
 
 
-def layers_in_halves(x, layers, tied=None):
+def mlp(x, params):
+    return jnp.tanh(x @ params) @ params.T
+
+
+def layers_in_halves(x, layers, tied=None, of=mlp):
     def layer(params, x, context):
         full = lax.all_gather(x, "tp", axis=1, tiled=True)
-        product = jnp.tanh(full @ params) @ params.T
+        product = of(full, params)
         return LayerOutput(x + lax.psum_scatter(product, "tp", scatter_dimension=1, tiled=True))
 
     params = jnp.ones((8, 32))
@@ -187,10 +205,11 @@ def phases_of(function):
     )  # fmt: skip
     (outer,) = jax.make_jaxpr(run)(jnp.ones((4, 6, 8))).jaxpr.eqns
     names = {"dot_general": "dot", "all_gather": "gather", "reduce_scatter": "scatter"}
+    names |= {"sin": "sin"}
     phases = [[]]
     for eqn in outer.params["jaxpr"].eqns:
         if eqn.primitive.name == "optimization_barrier" and phases[-1]:
             phases.append([])
         elif eqn.primitive.name in names:
             phases[-1].append(names[eqn.primitive.name])
-    return phases
+    return [phase for phase in phases if phase]
