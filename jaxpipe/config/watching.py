@@ -10,7 +10,7 @@ from jaxpipe.config.rules import at_most, excludes, needs, needs_package, read_w
 from jaxpipe.model.family import INT32_MAX, Count, Positive
 
 
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
     """A section of the configuration: a frozen record that refuses unknown keys."""
 
 

@@ -27,7 +27,9 @@ Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Layers = Annotated[int, Meta(ge=1, le=2**16)]  # bounded: layers are listed one by one
 
 
-class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ModelConfig(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, cache_hash=True
+):
     """`[model]`: the fields of every family. A family's own class adds its sizes and choices."""
 
     DEFAULT: ClassVar[str] = "llama"

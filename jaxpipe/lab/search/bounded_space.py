@@ -18,7 +18,12 @@ from jaxpipe.lab.search.bounds import (
 from jaxpipe.lab.search.result import Number, SearchResult
 from jaxpipe.lab.search.space import SearchSpace
 from jaxpipe.planning.cost.estimate import update_seconds
-from jaxpipe.planning.cost.hardware import Hardware, OpSeconds, op_seconds
+from jaxpipe.planning.cost.hardware import (
+    Hardware,
+    OpSeconds,
+    op_seconds,
+    rates_of_replicas,
+)
 from jaxpipe.planning.cost.memory import layout_of, rank_bytes
 from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.resolve import layers_of, schedule_of
@@ -175,8 +180,17 @@ class BoundedSpace:
 
         Layers may run in halves, which are not traced for it.
         """
-        ways = {_storage(one): one for one in self.space.storages(scheduled)}
-        return {way: op_seconds(one, self.hardware).least_in_halves for way, one in ways.items()}
+        timed: dict[object, OpSeconds] = {}
+        seconds = {}
+        for one in self.space.storages(scheduled):
+            if (way := _storage(one)) in seconds:
+                continue
+            alike = way if one.parallel.reshards else False
+            if alike not in timed:
+                timed[alike] = op_seconds(one, self.hardware).least_in_halves
+            rates = rates_of_replicas(one, self.hardware)
+            seconds[way] = structs.replace(timed[alike], **rates)
+        return seconds
 
     def _facts_of(self, config: Config) -> ScheduleFacts:
         """The facts of a configuration's schedule; raises `ScheduleError` if there is none."""

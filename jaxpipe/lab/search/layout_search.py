@@ -5,13 +5,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
+from msgspec import structs
+
 from jaxpipe.config import Config
 from jaxpipe.core.schedule import ScheduleError
 from jaxpipe.lab.search.bounded_space import Bounded, BoundedSpace
 from jaxpipe.lab.search.result import Found, Number, SearchResult
 from jaxpipe.lab.search.space import SearchSpace
 from jaxpipe.planning.cost.estimate import estimate, gain_over, step_seconds, update_seconds
-from jaxpipe.planning.cost.hardware import Hardware, OpSeconds, op_seconds
+from jaxpipe.planning.cost.hardware import Hardware, op_seconds, rates_of_replicas
 from jaxpipe.planning.cost.memory import rank_bytes
 from jaxpipe.planning.devices import Devices
 from jaxpipe.planning.limits import planned_bytes
@@ -104,36 +106,35 @@ class LayoutSearch:
         ZeRO stages and groups have the same scan, unless every action gathers its layers.
         """
         timed: dict[object, tuple[RunPlan, float]] = {}
-        seconds_of: dict[tuple[bool, bool, int], OpSeconds] = {}
         fitting = []
         for one in chain.from_iterable(map(self.space.storages, self.space.halves(scheduled))):
             # Under "auto" the schedule depends on the memory that the state leaves.
             parallel = one.parallel
-            way = parallel.reshards, parallel.overlap_halves, parallel.dp_replicate
-            key = way if parallel.reshards else way[:2]
+            groups = parallel.dp_replicate if parallel.reshards else 0
+            key = parallel.reshards, parallel.overlap_halves, groups
             key = one if parallel.memory_limit == "auto" else key
             if not self.space.is_legal(one):
                 continue
             try:
-                if way not in seconds_of:
-                    seconds_of[way] = op_seconds(one, self.hardware)
                 if key not in timed:
-                    plan = replace(arrange(one, self._devices), seconds=seconds_of[way])
+                    seconds = op_seconds(one, self.hardware)
+                    plan = replace(arrange(one, self._devices), seconds=seconds)
                     timed[key] = plan, step_seconds(plan)
             except ScheduleError as error:
                 self.space.refusals[str(error)] = None
                 continue
             plan, scan = timed[key]
+            rates = rates_of_replicas(one, self.hardware)
+            plan = replace(plan, seconds=structs.replace(plan.seconds, **rates))
             if parallel.overlap_halves and plan.buffers.pairs:
                 continue  # F hides its collectives behind a gradient
             config = self.space.stored_as(plan.config, one)
             size = rank_bytes(config, plan.layout, plan.buffers).total
             result.note(size, config)
             if size <= self.usable:
-                update = update_seconds(config, plan.layout, seconds_of[way])
-                seconds = float(f"{scan + update:.9g}")
+                seconds = float(f"{scan + update_seconds(config, plan.layout, plan.seconds):.9g}")
                 away = config.train.offload_layers + config.train.offload_moments
-                stored = replace(plan, config=config, seconds=seconds_of[way])
+                stored = replace(plan, config=config)
                 fitting.append(Found(seconds, away, size, number, stored))
         best = min(fitting, key=lambda one: (one.seconds, one.offloaded, one.bytes), default=None)
         plan = best and self.space.with_loop(best.plan)

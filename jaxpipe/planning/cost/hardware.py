@@ -75,14 +75,20 @@ def _with_own_head(config: Config) -> Config:
 
 def _rates(config: Config, hardware: Hardware) -> dict[str, Any]:
     """The fields that measurements lack: shares of layers, and rates of what a step does once."""
+    return rates_of_replicas(config, hardware) | {
+        "shares": shares_of(config, hardware),
+        "host": 1 / hardware.host,
+        "memory": hardware.copying(1.0),
+    }
+
+
+def rates_of_replicas(config: Config, hardware: Hardware) -> dict[str, Any]:
+    """The fields of `OpSeconds` that alone depend on groups of replicas, unless ops gather."""
     axes = hardware.axes(config.parallel)
     return {
-        "shares": shares_of(config, hardware),
         "network": hardware.ring(1.0, axes.replicas, calls=0),
         "shards": hardware.ring(1.0, axes.shards, calls=0),
         "groups": hardware.ring(1.0, axes.groups, calls=0),
-        "host": 1 / hardware.host,
-        "memory": hardware.copying(1.0),
     }
 
 

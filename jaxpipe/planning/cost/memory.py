@@ -70,8 +70,11 @@ def rank_bytes(config: Config, layout: "StageLayout", buffers: ScanBuffers | Non
     item, costs = ITEMSIZE[train.compute_dtype], costs_of(config)
     mirrored = layout.mirrored
     by_kind, (embed_head, frozen_embed_head) = stored_values(config)
-    kinds = [by_kind[kind] for kind in layout.slot_kinds]
-    trained, frozen = (StoredValues(*map(sum, zip(*values))) for values in zip(*kinds))
+    kinds = [(count, by_kind[kind]) for kind, count in Counter(layout.slot_kinds).items()]
+    trained, frozen = (
+        StoredValues(*map(sum, zip(*([count * n for n in both[part]] for count, both in kinds))))
+        for part in range(2)
+    )
     sums = trained.shard if parallel.reshards else trained.full
     overlaps = train.fused_steps > 1 and not mirrored
     cast = item != FLOAT32 or overlaps  # parameters that change in a program are copied for ops
