@@ -60,7 +60,7 @@ def test_halves_with_shared_experts(schedule, remat, halves):
         ("packed_qwen3_next", "zbv", (2, 1, 2), OF_SEQUENCE),
         ("packed_kimi_linear", "1f1b", (2, 2, 1), {"ep": 2, "slices": 2, "remat": "full"}),
         ("packed_kimi_linear", "zb_h1", (2, 1, 2), OF_SEQUENCE | {"sequence": True}),
-        ("packed_nemotron_h", "zb_h1", (2, 2, 1), {"ep": 2, "remat": "selective"}),
+        ("packed_nemotron_h", "zb_h1", (2, 2, 1), {"ep": 2, "slices": 2, "remat": "selective"}),
         ("nemotron_h", "zbv", (2, 1, 2), OF_SEQUENCE | {"remat": "ahead", "sequence": True}),
     ],
     ids=[
@@ -76,7 +76,7 @@ def test_halves_with_shared_experts(schedule, remat, halves):
         "states of packed documents",
         "Kimi delta attention of slices",
         "Kimi delta attention of a sequence",
-        "Mamba-2",
+        "Mamba-2 of slices, and layers without a state",
         "Mamba-2 of a sequence",
     ],
 )

@@ -52,7 +52,7 @@ def test_a_loop_writes_slices_in_place(length):
     def step(carry, number):
         x, whole = carry
         x = jnp.sin(x)
-        return (x, jax.lax.dynamic_update_index_in_dim(whole, x, number, 0)), None
+        return (x, jax.lax.dynamic_update_slice(whole, x[None], (number, 0, 0))), None
 
     def loop(x):
         whole = jnp.zeros((length, *x.shape))

@@ -133,8 +133,8 @@ def find_ties(jaxpr: Jaxpr) -> Callable[[JaxprEqn], bool]:
     }
 
     def is_tie(eqn: JaxprEqn) -> bool:
-        first = eqn.invars[0] if eqn.primitive.name == "optimization_barrier" else None
-        return isinstance(first, Var) and first in named
+        first = eqn.invars[:1] if eqn.primitive.name == "optimization_barrier" else []
+        return any(isinstance(var, Var) and var in named for var in first)
 
     return is_tie
 
