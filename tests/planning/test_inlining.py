@@ -59,4 +59,5 @@ def test_a_loop_writes_slices_in_place(length):
         return jax.lax.scan(step, (x, whole), jnp.arange(length))[0]
 
     found = operations_of(jax.make_jaxpr(loop)(SQUARE).jaxpr)
-    assert found.moved <= 4 * length * 4 * 64 * 64  # x is read and written, and written once more
+    # x is read and written, and read and written once more; the whole is written once, as zeros.
+    assert found.moved < 6 * length * 4 * 64 * 64
