@@ -41,8 +41,8 @@ def planned(model, monkeypatch, *, shared, tp=1):
     sizes = [f"model.vocab_size={VOCABULARY}", "parallel.pp=2", "parallel.dp=1", "model.n_layers=2"]
     sizes += [f"parallel.vocab_parallel_pp={str(shared).lower()}", f"parallel.tp={tp}"]
     sizes += [f"train.seq_len={LENGTH}", "parallel.schedule=zb_h1"]
-    for cache in ("_traced", "_layers", "_embed_heads"):
-        monkeypatch.setattr(f"jaxpipe.planning.cost.costs.{cache}", {})
+    for cache in ("costs._traced", "costs._layers", "costs._embed_heads", "trace._kinds"):
+        monkeypatch.setattr(f"jaxpipe.planning.cost.{cache}", {})
     monkeypatch.setitem(FAMILIES, "llama", replace(FAMILIES["llama"], model=model))
     plan = resolved(configs.load(SMALL, sizes), platform="cpu")
     assert plan.config.model.d_model == WIDTH
@@ -54,7 +54,7 @@ def planned(model, monkeypatch, *, shared, tp=1):
 def test_only_ranks_that_share_the_vocabulary_need_more(monkeypatch, shared, tp):
     plain, bytes_of_plain = planned(FAMILIES["llama"].model, monkeypatch, shared=shared, tp=tp)
     costs, with_readers = planned(f"{__name__}:Reading", monkeypatch, shared=shared, tp=tp)
-    assert (plain.reads, costs.reads) == (False, True)
+    assert (plain.reads, costs.reads) == (frozenset(), {"layer"})
     matrix = VOCABULARY * WIDTH // tp
     own, before = costs.kinds["layer"], plain.kinds["layer"]
     logits = 2 * LENGTH * matrix

@@ -37,8 +37,8 @@ SECONDS = OpSeconds(LayerSeconds(F=1.0, B=2.0, W=0.25), head=0.5, transfer=0.062
 def with_links(seconds, replicas=1):
     """Return measured seconds with those of links and memory, which a data sheet gives."""
     card = Hardware()
-    network = card.ring(1.0, machine.Group(replicas, replicas), calls=0)
-    links = {"network": network, "host": 1 / card.host, "memory": card.copying(1.0)}
+    ring = card.ring(1.0, machine.Group(replicas, replicas), calls=0)
+    links = {"network": ring, "shards": ring, "host": 1 / card.host, "memory": card.copying(1.0)}
     return msgspec.structs.replace(seconds, **links)
 
 
