@@ -1,8 +1,10 @@
 """Published throughputs beside what `plan` says of the same layout: how far to trust a plan.
 
-The figures, their sources and the layouts are in `published.toml`. A system that differs from
-jaxpipe in kernels, overlap or recomputation has one factor, the median of measured over planned.
-The errors are what is left; those of leaving a figure out take the factor from the system's others.
+The figures, their sources and the layouts are in `published.toml`. A step takes as long as on the
+system that ran it: most run every rank asynchronously, and none is one scan as jaxpipe's step is.
+A system that differs from jaxpipe in kernels, overlap or recomputation has one factor, the median
+of measured over planned. The errors are what is left; those of leaving a figure out take the factor
+from the system's others.
 """
 
 import tomllib
@@ -15,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe import config as configs
+from jaxpipe.core.schedule import Costs, simulate
 from jaxpipe.planning.candidates import arrange_variant, variant_of
 from jaxpipe.planning.cost.estimate import Estimate, estimate
 from jaxpipe.planning.cost.hardware import op_seconds
@@ -36,7 +39,8 @@ class Figure:
       machine: a name in `cost/machines.toml`.
       measured: tokens per second of a GPU.
       source: repository and file.
-      words: settings, as on a command line.
+      words: settings, as on a command line. `parallel.objective` is the time that a step takes.
+        With `parallel.transfer_ticks=1` a rank waits for each message that it sends.
     """
 
     system: str
@@ -55,6 +59,34 @@ class Figure:
         devices = replace(Devices.planned(config), memory=hardware.sheet.memory, hardware=hardware)
         seconds = op_seconds(config, hardware)
         return estimate(arrange_variant(config, devices, variant_of(config), seconds), seconds)
+
+    @staticmethod
+    def rate(planned: Estimate) -> float:
+        """Tokens per second of a GPU of the system that ran a layout that is planned."""
+        plan, parallel = planned.plan, planned.plan.config.parallel
+        if parallel.objective == "scan":
+            return planned.tokens_per_second_per_gpu
+        costs = plan.costs
+        if parallel.transfer_ticks == 1:
+            costs = _with_messages(costs)
+        report = simulate(plan.schedule, costs, plan.lockstep)
+        time = report.max_span if parallel.objective == "span" else report.makespan
+        return planned.tokens / (time + planned.mirroring + planned.update) / parallel.devices
+
+
+def _with_messages(costs: Costs) -> Costs:
+    """The costs of ranks that wait for each message: of F but the last stage's, B but the first's.
+
+    >>> _with_messages(Costs(F=(1, 1, 1), B=(2, 2, 2), W=(2, 2, 2), transfer=0.5)).B
+    (2, 2.5, 2.5)
+    """
+    forwards, backwards = tuple(costs.F), tuple(costs.B)
+    return replace(
+        costs,
+        F=(*(seconds + costs.transfer for seconds in forwards[:-1]), forwards[-1]),
+        B=(backwards[0], *(seconds + costs.transfer for seconds in backwards[1:])),
+        transfer=0.0,
+    )
 
 
 @dataclass(frozen=True)
@@ -97,7 +129,7 @@ def compare(figures: Sequence[Figure]) -> Iterator[Comparison]:
         layout = parallel.mesh
         if parallel.pp > 1:
             layout += f" {planned.label}"
-        yield Comparison(figure, planned.tokens_per_second_per_gpu, parallel.devices, layout)
+        yield Comparison(figure, figure.rate(planned), parallel.devices, layout)
 
 
 def error(ratio: float) -> float:

@@ -1,13 +1,10 @@
 """Which of two layouts is faster, and by how much, as others measured (`published.toml`).
 
-What is published and not planned:
-- torchtitan's 405B gains 1.28 by interleaving. The plan gains 1.53, nearly all of the idle time. It
-  has 16 microbatches of 2 rows, which fit the published memory; with 8 of 4 rows it gains 1.32.
-- ZB-2p is the fastest schedule of its table, in the plan interleaving is.
-- ZB-1p is 5 and 6 % faster than interleaving on GPUs of several hosts (14.6B and 28.3B). In the
-  plan interleaving is 5 and 2 % faster.
+What is published and not planned: ZB-2p is the fastest schedule for all four models of its table.
+For the smallest one interleaving is 1 % faster in the plan.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -32,8 +29,9 @@ def figures(system, model):
 @cache
 def planned(system, model, which=0):
     """Tokens per second of a GPU, and GiB of it."""
-    one = figures(system, model)[which].plan()
-    return one.tokens_per_second_per_gpu, one.bytes.total / GIB
+    figure = figures(system, model)[which]
+    one = figure.plan()
+    return figure.rate(one), one.bytes.total / GIB
 
 
 def measured(system, model, which=0):
@@ -45,7 +43,7 @@ def test_interleaving_a_405b_is_faster_and_takes_less_memory():
     """Its table 5 has 82.5 and 72.7 GiB, and microbatches of half the rows where interleaved."""
     rate, size = planned("torchtitan", "Llama 3.1 405B, 1F1B, fp8")
     faster, smaller = planned("torchtitan", "Llama 3.1 405B, interleaved, fp8")
-    assert faster > 1.1 * rate
+    assert faster / rate == pytest.approx(128 / 100, rel=0.04)
     assert size - smaller == pytest.approx(82.5 - 72.7, abs=1)
 
 
@@ -61,23 +59,40 @@ def test_1f1b_is_slower_than_zero_bubble_and_interleaving(size):
     assert rates["1F1B"] < rates["1F1B-I"]
 
 
-@pytest.mark.parametrize("size", ["6.2B", "14.6B", "28.3B"])
-def test_zero_bubble_gains_as_much_as_measured(size):
-    """9 % more tokens a second than 1F1B are measured for 1.5B, and 4 % planned."""
-    names = f"GPT {size}, ZB-1p", f"GPT {size}, 1F1B"
+@pytest.mark.parametrize(("size", "name", "within"), [
+    *((size, "1F1B-I", 0.04) for size in ("1.5B", "6.2B", "14.6B", "28.3B")),
+    *((size, "ZB-1p", 0.04) for size in ("1.5B", "6.2B", "14.6B", "28.3B")),
+    ("6.2B", "ZB-2p", 0.06),
+    *(pytest.param(size, "ZB-2p", 0.05, marks=pytest.mark.extended) for size in ("14.6B", "28.3B")),
+])  # fmt: skip
+def test_schedules_gain_over_1f1b_what_is_measured(size, name, within):
+    """ZB-2p of the smallest model gains 8 % in the plan, and 23 % are measured."""
+    names = f"GPT {size}, {name}", f"GPT {size}, 1F1B"
     gain, gained = (
         one("Zero bubble", names[0]) / one("Zero bubble", names[1])
         for one in (measured, lambda *name: planned(*name)[0])
     )
-    assert gained == pytest.approx(gain, rel=0.03)
+    assert gained == pytest.approx(gain, rel=within)
 
 
-@pytest.mark.parametrize("size", ["1.5B", "6.2B"])
-def test_interleaving_every_layer_in_a_host_is_faster_than_zb_1p(size):
+@pytest.mark.parametrize("size", ["1.5B", "6.2B", "14.6B", "28.3B"])
+def test_interleaving_every_layer_is_faster_than_zb_1p_in_one_host_alone(size):
+    """The two larger models are on several hosts: every layer sends messages between them."""
     zero_bubble, interleaved = (
         planned("Zero bubble", f"GPT {size}, {name}")[0] for name in ("ZB-1p", "1F1B-I")
     )
-    assert interleaved > zero_bubble
+    assert (interleaved > zero_bubble) == (size in ("1.5B", "6.2B"))
+
+
+@pytest.mark.parametrize("size", [
+    "6.2B", *(pytest.param(size, marks=pytest.mark.extended) for size in ("14.6B", "28.3B")),
+])  # fmt: skip
+def test_zb_2p_is_the_fastest(size):
+    rates = {
+        name: planned("Zero bubble", f"GPT {size}, {name}")[0]
+        for name in ("1F1B", "ZB-1p", "1F1B-I", "ZB-2p")
+    }
+    assert max(rates, key=rates.get) == "ZB-2p"
 
 
 @pytest.mark.extended
@@ -88,8 +103,10 @@ def test_nvidias_layouts_of_a_70b_are_among_the_fastest_on_64_gpus(model, within
     """Of those with interleaving and NVIDIA's recomputation, microbatch size and storage of state.
 
     Its layouts are pp 4, tp 4, cp 2 in bfloat16, and pp 8, tp 4 in 8 bits, with 5 stages a rank.
+    All are timed as jaxpipe runs them, whose ranks may share the head.
     """
     figure = figures("Megatron", model)[0]
+    figure = replace(figure, words=(*figure.words, "parallel.vocab_parallel_pp=auto"))
     hardware = machine(figure.machine)
     config = configs.build({}, figure.words)
     assert config.parallel.devices == 64
