@@ -121,3 +121,16 @@ def test_a_pipeline_of_a_70b_is_faster_than_fsdp_on_64_gpus():
     pipeline, _ = planned("Megatron", "Llama 3.1 70B, bf16")
     fsdp, _ = planned("Automodel", "Llama 3 70B, bf16")
     assert pipeline > fsdp
+
+
+@pytest.mark.parametrize("size", [
+    "175B", *(pytest.param(size, marks=pytest.mark.extended) for size in ("22B", "530B", "1T")),
+])  # fmt: skip
+def test_selective_remat_gains_over_full_what_is_measured(size):
+    rates = [
+        [one("Megatron 2022", f"GPT {size}, {remat} remat") for remat in ("selective", "full")]
+        for one in (measured, lambda *name: planned(*name)[0])
+    ]
+    gain, gained = (selective / full for selective, full in rates)
+    assert gained == pytest.approx(gain, rel=0.06)
+    assert rates[1] == pytest.approx(rates[0], rel=0.17)
