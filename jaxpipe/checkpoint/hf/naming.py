@@ -109,7 +109,7 @@ class NamedParameter:
 
         Of stacked parameters it is that of one index.
         """
-        parameter = parameter.T if self.hf_tensor.transposed else parameter
+        parameter = parameter.swapaxes(-1, -2) if self.hf_tensor.transposed else parameter
         return np.expand_dims(parameter, self.hf_tensor.ones)
 
     def join(self, parts: list[np.ndarray]) -> np.ndarray:

@@ -11,6 +11,7 @@ from jaxpipe.model.families.qwen3_next.config import QWEN3_NEXT, Qwen3NextConfig
 from jaxpipe.model.family import Count, ModelFamily, Positive
 from jaxpipe.model.layers.moe import huggingface as experts
 from jaxpipe.model.published import HuggingFaceTensor, fused
+from jaxpipe.model.recurrent.huggingface import attention_every, layer_types
 
 _OWN = ("mrope_section", "mrope_interleaved")  # of rope_parameters: where images are, alone
 
@@ -55,7 +56,7 @@ class Qwen35Format(qwen3_next.Qwen3NextFormat):
 
     def own_expected(self, theirs: Fields) -> dict[str, Any]:
         """Which layers have attention."""
-        return {"attention_every": qwen3_next.attention_every(theirs)}
+        return {"attention_every": attention_every(theirs)}
 
     def trained(self, theirs: Fields, model: LlamaConfig) -> dict[str, Any]:
         """Nothing: a router's loss is of experts."""
@@ -63,7 +64,7 @@ class Qwen35Format(qwen3_next.Qwen3NextFormat):
 
     def own_written(self, model: LlamaConfig) -> dict[str, Any]:
         """The type of every layer."""
-        return {"layer_types": qwen3_next.layer_types(model)}
+        return {"layer_types": layer_types(model)}
 
 
 class Qwen35MoeFormat(Qwen35Format):

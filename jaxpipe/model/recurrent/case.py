@@ -17,7 +17,7 @@ def unmet_by_recurrence(
       heads: its value.
       tp: devices that share a layer.
     """
-    sequence, own = case.sequence, heads // tp
+    sequence, own = case.sequence, max(heads // tp, 1)
     if sequence.ring > 1:
         yield (
             f"parallel.cp_method='ring' gives each of the parallel.cp={sequence.size} devices an "

@@ -8,7 +8,7 @@ shard, from the state that the shards before it leave.
 """
 
 import math
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ class GatedDeltaNetwork(nnx.Module):
     """
 
     NAME = "delta"
+    PRODUCTS: ClassVar[tuple[str, ...]] = ("wq", "wk", "wv", "wz", "wo")  # passed to `dot`
 
     def __init__(self, config: Sizes, parts: LayerParts, init: Init):
         d, heads = config.d_model, config.delta_value_heads
@@ -112,7 +113,7 @@ class GatedDeltaNetwork(nnx.Module):
         config, sequence, documents = self.config, self.sequence, given.documents
         positions_BL = None if documents is None else sequence.gather_group(documents.positions)
         shares = shares_of_heads(self.devices, sequence)
-        state = given.cache.parts if given.cache else empty_state(config, products[0], shares)
+        state = given.cache.parts if given.cache else self.empty_state(config, products[0], shares)
         widths = config.delta_key_dim, config.delta_key_dim, config.delta_value_dim
         every_taps = self.conv_q[...], self.conv_k[...], self.conv_v[...]
         mixed, after = [], []
@@ -139,23 +140,24 @@ class GatedDeltaNetwork(nnx.Module):
         cache = given.cache and given.cache._replace(parts=(*after, recurrent))
         return sequence.to_tokens(mixed_BLGRV.reshape(v_BLHV.shape)), cache
 
+    @staticmethod
+    def empty_state(config: Sizes, x: jax.Array, shares: int) -> tuple[jax.Array, ...]:
+        """The state before a sequence: last inputs of three convolutions, and the recurrence's.
 
-def empty_state(config: Sizes, x: jax.Array, shares: int) -> tuple[jax.Array, ...]:
-    """The state before a sequence: last inputs of the three convolutions, and the recurrence's.
-
-    Args:
-      config: sizes of the network.
-      x: an array of the batch and the dtype, `[B, ...]`.
-      shares: number of devices that share the heads.
-    """
-    groups = config.delta_key_heads // shares
-    values = config.delta_value_heads // config.delta_key_heads
-    key, value = config.delta_key_dim, config.delta_value_dim
-    tails = groups * key, groups * key, groups * values * value
-    return (
-        *(jnp.zeros((len(x), config.delta_taps - 1, width), x.dtype) for width in tails),
-        jnp.zeros((len(x), groups, values, key, value), jnp.promote_types(x.dtype, jnp.float32)),
-    )
+        Args:
+          config: sizes of the network.
+          x: an array of the batch and the dtype, `[B, ...]`.
+          shares: number of devices that share the heads.
+        """
+        groups = config.delta_key_heads // shares
+        values = config.delta_value_heads // config.delta_key_heads
+        key, value = config.delta_key_dim, config.delta_value_dim
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        tails = groups * key, groups * key, groups * values * value
+        return (
+            *(jnp.zeros((len(x), config.delta_taps - 1, width), x.dtype) for width in tails),
+            jnp.zeros((len(x), groups, values, key, value), wide),
+        )
 
 
 def normalise(x: jax.Array) -> jax.Array:

@@ -4,6 +4,8 @@ Shapes: B examples, L tokens, D model, H heads, K the width of a head, X = H K c
 devices share a layer, H counts this device's shard.
 """
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 
@@ -20,6 +22,8 @@ class KimiDeltaAttention(GatedDeltaNetwork):
     x by two products with a narrow vector between them, which each device computes itself. Their
     weights stay in the dtype of x under fp8, and have no adapters.
     """
+
+    PRODUCTS: ClassVar[tuple[str, ...]] = ("wq", "wk", "wv", "wo")
 
     def init_gates(self, config: Sizes, parts: LayerParts, init: Init) -> None:
         """Create the parameters of the decay of states, and of the gate on the output."""

@@ -6,7 +6,7 @@ shard. With context parallelism L is this device's sequence shard; where devices
 recurrence runs over all tokens for a share of the groups.
 """
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,6 @@ from jaxpipe.model.recurrent.heads import (
     weights_of_heads,
 )
 from jaxpipe.model.recurrent.shards import recurrence_of_shards
-
-PRODUCTS = "wz", "wx", "wb", "wc", "wo"  # names under which `dot` gets the matrices
 
 
 class Sizes(Protocol):
@@ -48,27 +46,33 @@ class Mamba2(nnx.Module):
 
     A head's state `[N, P]` takes up each token's input times its step, at the key of the head's
     group, and decays with the step. Source: transformers' `NemotronHMamba2Mixer`. Devices that
-    share the layer have complete groups.
+    share the layer have complete groups, or shares of the heads of the only group, whose keys and
+    queries each of them computes.
     """
 
     NAME = "mamba"
+    PRODUCTS: ClassVar[tuple[str, ...]] = ("wz", "wx", "wb", "wc", "wo")  # passed to `dot`
 
     def __init__(self, config: Sizes, parts: LayerParts, init: Init):
         d, heads = config.d_model, config.mamba_heads
         inner, states = heads * config.mamba_head_dim, config.mamba_groups * config.mamba_state
         columns, vector = parts.cut(1), parts.cut(0)
+        self.own_groups = config.mamba_groups % parts.devices.size == 0
+        of_groups = (vector, columns) if self.own_groups else (parts.own(differs=True),) * 2
         self.wz = init("mamba/wz", (d, inner), 0.02, columns)
         self.wx = init("mamba/wx", (d, inner), 0.02, columns)
-        self.wb = init("mamba/wb", (d, states), 0.02, columns)
-        self.wc = init("mamba/wc", (d, states), 0.02, columns)
+        self.wb = init("mamba/wb", (d, states), 0.02, of_groups[1])
+        self.wc = init("mamba/wc", (d, states), 0.02, of_groups[1])
         self.step = init("mamba/step", (d, heads), 0.02, columns)
         self.step_bias = init("mamba/step_bias", (heads,), draw_decay_bias, vector)
         self.log_decay = init("mamba/log_decay", (heads,), draw_log_decay, vector)
         self.skip = init("mamba/skip", (heads,), None, vector)
-        for name, width in ("x", inner), ("b", states), ("c", states):
-            taps = init(f"mamba/conv_{name}", (config.mamba_taps, width), draw_taps, columns)
+        for name, width, (of_bias, of_taps) in (
+            ("x", inner, (vector, columns)), ("b", states, of_groups), ("c", states, of_groups)
+        ):  # fmt: skip
+            taps = init(f"mamba/conv_{name}", (config.mamba_taps, width), draw_taps, of_taps)
             setattr(self, f"conv_{name}", taps)
-            bias = init(f"mamba/conv_{name}_bias", (width,), 0.0, vector)
+            bias = init(f"mamba/conv_{name}_bias", (width,), 0.0, of_bias)
             setattr(self, f"conv_{name}_bias", bias)
         self.norm_scale = init("mamba/norm_scale", (inner,), None, vector)
         out_std = 0.02 / (2 * config.n_layers) ** 0.5
@@ -99,7 +103,7 @@ class Mamba2(nnx.Module):
         config, sequence, documents = self.config, self.sequence, given.documents
         positions_BL = None if documents is None else sequence.gather_group(documents.positions)
         shares = shares_of_heads(self.devices, sequence)
-        state = given.cache.parts if given.cache else empty_state(config, products[0], shares)
+        state = given.cache.parts if given.cache else self.empty_state(config, products[0], shares)
         widths = config.mamba_head_dim, config.mamba_state, config.mamba_state
         convolved, after = [], []
         for name, x_BLX, width, before in zip("xbc", products, widths, state):
@@ -132,25 +136,28 @@ class Mamba2(nnx.Module):
 
     def _norm(self, x_BLX: jax.Array) -> jax.Array:
         """x over the root mean square of its group of heads, times a scale."""
-        width = self.config.mamba_heads * self.config.mamba_head_dim // self.config.mamba_groups
-        x_BLGX = x_BLX.reshape(*x_BLX.shape[:2], -1, width)
+        groups = self.config.mamba_groups // self.devices.size if self.own_groups else 1
+        x_BLGX = x_BLX.reshape(*x_BLX.shape[:2], groups, -1)
         square = jnp.mean(x_BLGX * x_BLGX, axis=-1, keepdims=True)
+        if not self.own_groups:
+            square = self.devices.joint_sum(square) / self.devices.size
         normed_BLGX = x_BLGX * jax.lax.rsqrt(square + self.config.norm_eps)
         return normed_BLGX.reshape(x_BLX.shape) * broadcast_last(self.norm_scale[...], x_BLX)
 
+    @staticmethod
+    def empty_state(config: Sizes, x: jax.Array, shares: int) -> tuple[jax.Array, ...]:
+        """The state before a sequence: last inputs of three convolutions, and the recurrence's.
 
-def empty_state(config: Sizes, x: jax.Array, shares: int) -> tuple[jax.Array, ...]:
-    """The state before a sequence: last inputs of the three convolutions, and the recurrence's.
-
-    Args:
-      config: sizes of the mixer.
-      x: an array of the batch and the dtype, `[B, ...]`.
-      shares: number of devices that share the groups.
-    """
-    groups, heads = config.mamba_groups // shares, config.mamba_heads // config.mamba_groups
-    keys, values = config.mamba_state, config.mamba_head_dim
-    tails = groups * heads * values, groups * keys, groups * keys
-    return (
-        *(jnp.zeros((len(x), config.mamba_taps - 1, width), x.dtype) for width in tails),
-        jnp.zeros((len(x), groups, heads, keys, values), jnp.promote_types(x.dtype, jnp.float32)),
-    )
+        Args:
+          config: sizes of the mixer.
+          x: an array of the batch and the dtype, `[B, ...]`.
+          shares: number of devices that share the groups, or the heads of the only one.
+        """
+        groups = max(config.mamba_groups // shares, 1)
+        heads, keys = config.mamba_heads // shares // groups, config.mamba_state
+        tails = groups * heads * config.mamba_head_dim, groups * keys, groups * keys
+        state = len(x), groups, heads, keys, config.mamba_head_dim
+        return (
+            *(jnp.zeros((len(x), config.mamba_taps - 1, width), x.dtype) for width in tails),
+            jnp.zeros(state, jnp.promote_types(x.dtype, jnp.float32)),
+        )

@@ -16,10 +16,12 @@ from jaxpipe.model.families.kimi_linear.config import KimiLinearConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama4.config import Llama4Config
 from jaxpipe.model.families.nemotron_h.config import NemotronHConfig
-from jaxpipe.model.families.qwen3_next.config import Qwen3NextConfig
 from jaxpipe.model.family import ModelConfig
 from jaxpipe.model.layers.moe.config import MixtureConfig
 from jaxpipe.model.layers.rope.config import RotaryConfig
+from jaxpipe.model.recurrent.config import HybridConfig
+from jaxpipe.model.recurrent.delta_config import DeltaConfig
+from jaxpipe.model.recurrent.mamba_config import MambaConfig
 from jaxpipe.planning.loops import unroll_layers
 from jaxpipe.planning.resolve import resolve
 from jaxpipe.planning.rules import devices as device_checks
@@ -42,12 +44,14 @@ RULES: tuple[Callable[..., object], ...] = (
     Llama4Config.broken_rules,
     DeepseekConfig.broken_rules,
     EngramConfig.broken_rules,
-    Qwen3NextConfig.broken_rules,
-    Qwen3NextConfig.unmet_by_attention,
+    HybridConfig.broken_rules,
+    DeltaConfig.broken_rules,
+    DeltaConfig.unmet_by_attention,
     KimiLinearConfig.broken_rules,
     KimiLinearConfig.unmet_by_attention,
+    MambaConfig.broken_rules,
+    MambaConfig.unmet_by_attention,
     NemotronHConfig.broken_rules,
-    NemotronHConfig.unmet_by_attention,
     RotaryConfig.broken_rotary_rules,
     *size_checks.CHECKS,
     *device_checks.CHECKS,

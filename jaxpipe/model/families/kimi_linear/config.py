@@ -9,14 +9,11 @@ from jaxpipe.model.attention.case import AttentionCase
 from jaxpipe.model.decoder_config import PositiveFloat
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.llama.presets import Preset
-from jaxpipe.model.families.qwen3_next.config import (
-    LINEAR,
-    broken_by_chunk,
-    is_linear,
-)
 from jaxpipe.model.family import Count, ModelFamily, Positive
 from jaxpipe.model.layers.moe.config import RouterScore
 from jaxpipe.model.recurrent.case import unmet_by_recurrence
+from jaxpipe.model.recurrent.config import LINEAR, is_linear
+from jaxpipe.model.recurrent.delta_config import broken_by_chunk
 from jaxpipe.model.variant import LLAMA, Variant
 
 # Prefixes of settings of DeepSeek for which no layer here has a place.

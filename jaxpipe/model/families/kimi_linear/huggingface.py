@@ -12,8 +12,6 @@ from jaxpipe.model.families.deepseek import huggingface as deepseek
 from jaxpipe.model.families.deepseek.huggingface import matrix
 from jaxpipe.model.families.kimi_linear.config import KimiLinearConfig
 from jaxpipe.model.families.llama.huggingface import FULL, LlamaFormat
-from jaxpipe.model.families.qwen3_next.config import is_linear
-from jaxpipe.model.families.qwen3_next.huggingface import LINEAR
 from jaxpipe.model.published import BUFFERS as BUFFERS
 from jaxpipe.model.published import (
     HuggingFaceTensor,
@@ -24,6 +22,8 @@ from jaxpipe.model.published import (
     check_quantised,
     sizes,
 )
+from jaxpipe.model.recurrent.config import is_linear
+from jaxpipe.model.recurrent.huggingface import LINEAR
 
 ARCHITECTURES = ("KimiLinearForCausalLM",)
 MODELS = "a Kimi Linear"

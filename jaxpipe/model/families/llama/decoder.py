@@ -30,6 +30,7 @@ class LlamaDecoder(CausalDecoder):
 
     config: LlamaConfig
     attention: ClassVar[Callable[..., nnx.Module]] = LlamaAttention
+    layer_type: ClassVar[type[LlamaLayer]] = LlamaLayer
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -39,7 +40,7 @@ class LlamaDecoder(CausalDecoder):
 
     def new_layer(self, kind: str, parts: LayerParts, init: Init) -> nnx.Module:
         """Build a layer of a kind as a module."""
-        return LlamaLayer(kind, self.config, parts, init, self.attention)
+        return self.layer_type(kind, self.config, parts, init, self.attention)
 
     def new_embed_head(self, parts: EmbedHeadParts, init: Init) -> nnx.Module:
         """Build embedding, final norm and head as a module."""

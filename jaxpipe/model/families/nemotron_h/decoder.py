@@ -8,18 +8,17 @@ from flax import nnx
 
 from jaxpipe.core.contract import Aux, Context, LayerOutput
 from jaxpipe.model.attention.causal import append_cache
-from jaxpipe.model.families.llama.decoder import LlamaDecoder
 from jaxpipe.model.families.llama.layers import LlamaAttention, LlamaMLP, new_norm
 from jaxpipe.model.families.nemotron_h.config import ATTENTION, MAMBA, NemotronHConfig
 from jaxpipe.model.layers.moe.config import is_sparse
 from jaxpipe.model.layers.moe.layer import MixtureOfExperts
 from jaxpipe.model.layers.parts import Init, LayerInputs
 from jaxpipe.model.options import LayerParts
-from jaxpipe.model.recurrent import mamba2
-from jaxpipe.model.recurrent.heads import shares_of_heads
+from jaxpipe.model.recurrent.decoder import MambaDecoder
+from jaxpipe.model.recurrent.mamba2 import Mamba2
 
 Tree = Any
-_MIXERS = {MAMBA: mamba2.Mamba2, ATTENTION: LlamaAttention}
+_MIXERS = {MAMBA: Mamba2, ATTENTION: LlamaAttention}
 
 
 class NemotronHLayer(nnx.Module):
@@ -54,7 +53,7 @@ class NemotronHLayer(nnx.Module):
 
 
 @dataclass(frozen=True)
-class NemotronHDecoder(LlamaDecoder):
+class NemotronHDecoder(MambaDecoder):
     """A decoder of `NemotronHLayer`s between Llama's embedding and head."""
 
     config: NemotronHConfig
@@ -62,7 +61,7 @@ class NemotronHDecoder(LlamaDecoder):
     @property
     def products(self) -> tuple[str, ...]:
         """Names of a layer's weights, without those of routers and steps."""
-        own = "wq", "wk", "wv", *mamba2.PRODUCTS, "w_up", "w_down"
+        own = "wq", "wk", "wv", *Mamba2.PRODUCTS, "w_up", "w_down"
         return (*own, "expert_up", "expert_down") if self.config.n_experts else own
 
     def new_layer(self, kind: str, parts: LayerParts, init: Init) -> nnx.Module:
@@ -75,10 +74,4 @@ class NemotronHDecoder(LlamaDecoder):
 
     def state(self, x: jax.Array, rows: Tree, kind: str = MAMBA) -> Tree:
         """Empty state before the first slice: keys and values, that of Mamba-2, or nothing."""
-        sharing = self.sharing
-        if kind == ATTENTION:
-            return super().state(x, rows, kind)
-        if kind == MAMBA:
-            shares = shares_of_heads(sharing.devices, sharing.sequence)
-            return mamba2.empty_state(self.config, x, shares)
-        return ()
+        return super().state(x, rows, kind) if kind in _MIXERS else ()

@@ -6,7 +6,8 @@ from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama.huggingface import Fields, LlamaFormat, Names, choices
 from jaxpipe.model.families.nemotron_h.config import KINDS, NemotronHConfig
 from jaxpipe.model.layers.moe import huggingface as experts
-from jaxpipe.model.published import HuggingFaceTensor, check_choices, fused
+from jaxpipe.model.published import HuggingFaceTensor, check_choices
+from jaxpipe.model.recurrent.huggingface import mamba_names, without_positions
 
 _BASE = "backbone."
 # Entries of `layers_block_type`, now and before, by letter of `hybrid_override_pattern`.
@@ -15,8 +16,6 @@ _LETTERS = {
     "moe": "E",
 }  # fmt: skip
 _TYPES = "layers_block_type", "layer_types"  # names of lists of these entries
-_CONVOLUTION = HuggingFaceTensor("mixer.conv1d.weight", transposed=True, ones=(1,))
-_BIAS = HuggingFaceTensor("mixer.conv1d.bias")
 _EXPERTS = {name: ours for name, ours in experts.FIELDS.items() if name not in (
     "n_shared_experts", "first_k_dense_replace"
 )}  # fmt: skip
@@ -42,16 +41,7 @@ class NemotronHFormat(LlamaFormat):
     }
     LAYER: ClassVar[Names] = {
         "norm/scale": HuggingFaceTensor("norm.weight"),
-        **fused(
-            "mixer.in_proj.weight", "mamba/wz", "mamba/wx", "mamba/wb", "mamba/wc", "mamba/step"
-        ),
-        **{f"mamba/conv_{one}": _CONVOLUTION._replace(part=i) for i, one in enumerate("xbc")},
-        **{f"mamba/conv_{one}_bias": _BIAS._replace(part=i) for i, one in enumerate("xbc")},
-        "mamba/step_bias": HuggingFaceTensor("mixer.dt_bias"),
-        "mamba/log_decay": HuggingFaceTensor("mixer.A_log"),
-        "mamba/skip": HuggingFaceTensor("mixer.D"),
-        "mamba/norm_scale": HuggingFaceTensor("mixer.norm.weight"),
-        "mamba/wo": _matrix("out_proj"),
+        **mamba_names("mixer."),
         **{f"attn/w{one}": _matrix(f"{one}_proj") for one in "qkvo"},
         **{f"mlp/w_{one}": _matrix(f"{one}_proj") for one in ("up", "down")},
         "moe/router/gate": _matrix("gate"),
@@ -119,28 +109,22 @@ class NemotronHFormat(LlamaFormat):
 
     def expected(self, theirs: Fields) -> dict[str, Any]:
         """The fields of `[model]` that a config.json implies; its positions have no effect."""
-        found = super().expected(theirs)
-        return {name: value for name, value in found.items() if not name.startswith("rope_")}
+        return without_positions(super().expected(theirs))
 
     def own_expected(self, theirs: Fields) -> dict[str, Any]:
         """The kinds of layers, and the experts, if layers have them."""
         pattern = theirs["hybrid_override_pattern"]
         if "E" not in pattern:
             return {"layer_pattern": pattern, "n_experts": 0}
-        width, each = theirs["moe_shared_expert_intermediate_size"], theirs["moe_intermediate_size"]
-        if width % each:
-            raise ValueError(
-                f"has moe_shared_expert_intermediate_size={width}, which is no multiple of "
-                f"moe_intermediate_size={each}, as in this model: take another checkpoint."
-            )
+        width = "moe_shared_expert_intermediate_size"
+        shared = experts.shared_count(theirs, width, "moe_intermediate_size")
         own = {ours: theirs[name] for name, ours in _EXPERTS.items()}
-        return {"layer_pattern": pattern, "shared_experts": width // each, **_ROUTER, **own}
+        return {"layer_pattern": pattern, "shared_experts": shared, **_ROUTER, **own}
 
     def written(self, model: LlamaConfig, dtype: str, max_positions: int) -> dict[str, Any]:
         """The config.json of a model, without positions and the name of other models' epsilon."""
-        others = "rms_norm_eps", "rope_theta", "rope_scaling"
-        found = super().written(model, dtype, max_positions)
-        return {name: value for name, value in found.items() if name not in others}
+        found = without_positions(super().written(model, dtype, max_positions))
+        return {name: value for name, value in found.items() if name != "rms_norm_eps"}
 
     def own_written(self, model: NemotronHConfig) -> dict[str, Any]:
         """The kind of every layer, and the experts, if layers have them."""

@@ -4,12 +4,11 @@ from typing import Any, ClassVar
 
 from jaxpipe.model.families.llama.architectures.qwen3_moe import Qwen3MoeFormat
 from jaxpipe.model.families.llama.config import LlamaConfig
-from jaxpipe.model.families.llama.huggingface import FULL, Fields, Names, choices
-from jaxpipe.model.families.qwen3_next.config import Qwen3NextConfig, is_linear
+from jaxpipe.model.families.llama.huggingface import Fields, Names, choices
 from jaxpipe.model.layers.moe import huggingface as experts
 from jaxpipe.model.published import HuggingFaceTensor
+from jaxpipe.model.recurrent.huggingface import attention_every, check_regular, layer_types
 
-LINEAR = "linear_attention"  # an entry of `layer_types`
 _OF_DELTA = "linear_attn."
 _CONVOLUTION = HuggingFaceTensor(f"{_OF_DELTA}conv1d.weight", transposed=True, ones=(1,))
 
@@ -83,13 +82,7 @@ class Qwen3NextFormat(Qwen3MoeFormat):
 
     def check_types(self, theirs: Fields, found: Fields) -> None:
         """Raise `ValueError` where layers with attention are not at regular intervals."""
-        every, types = found["attention_every"], theirs.get("layer_types")
-        regular = [FULL if i % every == 0 else LINEAR for i in range(1, found["n_layers"] + 1)]
-        if types and types != regular:
-            raise ValueError(
-                f"has layer_types that are not {LINEAR} with {FULL} in every n-th layer, as in "
-                f"this model: take another checkpoint."
-            )
+        check_regular(theirs, found)
 
     def own_expected(self, theirs: Fields) -> dict[str, Any]:
         """The experts, and which layers have attention."""
@@ -106,30 +99,9 @@ class Qwen3NextFormat(Qwen3MoeFormat):
 
 
 def shared_experts(theirs: Fields) -> int:
-    """How many experts are as wide as the shared one, by a config.json with all defaults.
-
-    Raises `ValueError` where that is no integer.
-    """
-    width, each = theirs["shared_expert_intermediate_size"], theirs["moe_intermediate_size"]
-    if width % each:
-        raise ValueError(
-            f"has shared_expert_intermediate_size={width}, which is no multiple of "
-            f"moe_intermediate_size={each}, as in this model: take another checkpoint."
-        )
-    return width // each
-
-
-def layer_types(model: Qwen3NextConfig) -> list[str]:
-    """The type of every layer."""
-    return [LINEAR if is_linear(kind) else FULL for kind in model.layer_kinds]
-
-
-def attention_every(theirs: Fields) -> int:
-    """One layer in this many has attention, by a config.json with all defaults filled in."""
-    types = theirs.get("layer_types")
-    if not types:
-        return theirs["full_attention_interval"]
-    return (types.index(FULL) if FULL in types else len(types)) + 1
+    """How many experts are as wide as the shared one, by a config.json with all defaults."""
+    width = "shared_expert_intermediate_size"
+    return experts.shared_count(theirs, width, "moe_intermediate_size")
 
 
 FORMATS = (Qwen3NextFormat(),)

@@ -131,3 +131,17 @@ def check_expressible(model: MixtureConfig, only: Mapping[str, Any], theirs: str
     """Raise `ValueError` with a sentence where experts have other values than those in `only`."""
     unbiased = {} if only.get("router_bias") else {"router_bias": False, "router_bias_rate": 0.0}
     check_choices(model.resolved(), {**only, **unbiased}, f"the experts of {theirs}")
+
+
+def shared_count(theirs: Mapping[str, Any], shared: str, expert: str) -> int:
+    """How many experts are as wide as the shared one, by a config.json's fields of both widths.
+
+    Raises `ValueError` where that is no integer.
+    """
+    width, each = theirs[shared], theirs[expert]
+    if width % each:
+        raise ValueError(
+            f"has {shared}={width}, which is no multiple of {expert}={each}, as in this model: "
+            f"take another checkpoint."
+        )
+    return width // each
