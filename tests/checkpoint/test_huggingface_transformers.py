@@ -8,6 +8,7 @@ from hf_models import our_logits, rope_scaling, stored_params, stored_variables
 from jaxpipe.checkpoint.hf.parameters import export_huggingface, hf_format, import_huggingface
 from jaxpipe.checkpoint.hf.serving import ServingFiles
 from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint
+from jaxpipe.model.families.bamba import BambaConfig
 from jaxpipe.model.families.deepseek_v4.config import DeepseekV4Config
 from jaxpipe.model.families.ernie4_5_moe import Ernie45MoeConfig
 from jaxpipe.model.families.exaone4 import Exaone4Config
@@ -16,6 +17,7 @@ from jaxpipe.model.families.glm4 import Glm4Config
 from jaxpipe.model.families.glm4_moe import Glm4MoeConfig
 from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.families.gpt_oss.config import GptOssConfig
+from jaxpipe.model.families.granite_hybrid.config import GraniteHybridConfig
 from jaxpipe.model.families.kimi_linear.config import KimiLinearConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.minimax_m2 import MiniMaxM2Config
@@ -117,6 +119,18 @@ MODELS = {
     "nemotron_h_moe": NemotronHConfig(
         **SIZES, **MAMBA, layer_pattern="ME*", n_experts=8, experts_per_token=3, d_expert=24,
         shared_experts=2, router_score="sigmoid", router_bias=True, router_scale=2.5,
+    ),
+    "bamba": BambaConfig(
+        **SIZES, **MAMBA | {"head_dim": 8, "mamba_head_dim": 16}, layer_pattern="M*", rope_theta=1e4
+    ),
+    "granite_hybrid": GraniteHybridConfig(
+        **SIZES | {"d_ff": 24}, **MAMBA | {"mamba_heads": 12, "mamba_head_dim": 8},
+        layer_pattern="M*", n_experts=8, experts_per_token=3, d_expert=24, shared_experts=2,
+        embedding_multiplier=12.0, attention_multiplier=0.3, residual_multiplier=0.4,
+    ),
+    "granite_hybrid_dense": GraniteHybridConfig(
+        **SIZES, **MAMBA | {"mamba_head_dim": 16, "mamba_groups": 1}, layer_pattern="*MM",
+        logits_scaling=0.5,
     ),
     "mixtral": LlamaConfig(**SIZES, head_dim=14, n_experts=6, experts_per_token=2, rope_theta=1e6),
 }  # fmt: skip

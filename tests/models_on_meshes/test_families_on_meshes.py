@@ -134,6 +134,21 @@ CASES = {
         "packed_nemotron_h", "dualpipev", (2, 2, 1),
         {"ep": 2, "zero_stage": 3, "remat": "ahead"},
     ),
+    "bamba": ("bamba", "zb_h1", (2, 1, 2), {"sequence": True, "vocab_parallel": True}),
+    # Devices of tp share the heads of the only group.
+    "bamba, one group": ("packed_bamba", "zbv", (2, 1, 2), {"remat": "full"}),
+    "bamba, all": (
+        "packed_bamba", "1f1b", (2, 2, 2),
+        {"cp": 2, "slices": 2, "remat": "selective", "sequence": True, "zero_stage": 3,
+         "poison_bubbles": True},
+    ),
+    "granite_hybrid": (
+        "packed_granite", "zb_h1", (2, 2, 2),
+        {"ep": 2, "slices": 2, "remat": "full", "sequence": True, "vocab_parallel": True},
+    ),
+    "granite_hybrid, exchanged heads": (
+        "packed_granite", "zbv", (2, 2, 1), {"cp": 2, "heads": 2, "ep": 2, "zero_stage": 3},
+    ),
     "engram": ("engram", "zb_h1", (2, 1, 2), {"sequence": True, "vocab_parallel": True}),
     "engram, slices": ("engram", "zb_h1", (2, 1, 2), {"slices": 4, "remat": "full"}),
     "engram, exchanged heads": ("packed_engram", "zbv", (2, 2, 1), {"cp": 2, "heads": 2}),

@@ -1,5 +1,6 @@
 """Small models of every family by name, as tests of meshes build them."""
 
+from jaxpipe.model.families.bamba import BambaConfig
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.deepseek_v4.config import DeepseekV4Config
 from jaxpipe.model.families.engram.config import EngramConfig
@@ -8,6 +9,7 @@ from jaxpipe.model.families.glm4 import Glm4Config
 from jaxpipe.model.families.glm4_moe import Glm4MoeConfig
 from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.families.gpt_oss.config import GptOssConfig
+from jaxpipe.model.families.granite_hybrid.config import GraniteHybridConfig
 from jaxpipe.model.families.kimi_linear.config import KimiLinearConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama4.config import Llama4Config
@@ -96,6 +98,20 @@ MODELS = {
     "packed_qwen3_next_runs": Qwen3NextConfig(**HYBRID | {"n_layers": 8, "attention_every": 4}),
     "packed_kimi_linear_runs": KimiLinearConfig(**KIMI | {"n_layers": 8, "attention_every": 4}),
     "nemotron_h": NemotronHConfig(**SIZES, **MAMBA, layer_pattern="M-M*"),
+    "bamba": BambaConfig(**SIZES, **MAMBA, layer_pattern="M*"),
+    "packed_bamba": BambaConfig(**SIZES, **MAMBA | {"mamba_groups": 1}, layer_pattern="M*"),
+    "packed_granite": GraniteHybridConfig(
+        **SIZES,
+        **MAMBA,
+        **MIXTURE,
+        d_expert=12,
+        shared_experts=1,
+        layer_pattern="M*",
+        embedding_multiplier=3.0,
+        attention_multiplier=0.7,
+        residual_multiplier=0.4,
+        logits_scaling=0.5,
+    ),
     "engram": EngramConfig(**SIZES, **NGRAMS),
     "packed_engram": EngramConfig(**SIZES, **NGRAMS, **MIXTURE),
     "packed_engram_deep": EngramConfig(**SIZES | {"n_layers": 8}, **NGRAMS, **MIXTURE),

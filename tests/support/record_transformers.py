@@ -109,6 +109,10 @@ _KIMI_LINEAR = (
 _RENAMED = {
     "deepseek_v4": _DEEPSEEK_V4, "kimi_linear": _KIMI_LINEAR,
     "nemotron_h": (("model.", "backbone."),),
+    "granitemoehybrid": (
+        ("experts.gate_up_proj", "input_linear.weight"),
+        ("experts.down_proj", "output_linear.weight"), ("router.weight", "router.layer.weight"),
+    ),
 }  # fmt: skip
 
 

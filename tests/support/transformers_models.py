@@ -109,6 +109,10 @@ _DELTA = {
     "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }  # fmt: skip
+_MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 5, "mamba_d_conv": 3,
+    "mamba_chunk_size": 4, "mamba_n_groups": 1, "pad_token_id": None,
+}  # fmt: skip
 # Further families, without a record: `test_relatives.py` compares them where transformers is.
 RELATIVES = {
     "olmo2": ("Olmo2", SIZES | {"rope_parameters": _ROPE, "pad_token_id": None}),
@@ -179,6 +183,31 @@ RELATIVES = {
         | {
             "head_dim": 8, "rope_parameters": _PARTIAL, "num_experts": 4, "num_experts_per_tok": 2,
             "moe_intermediate_size": 6, "shared_expert_intermediate_size": 12,
+        },
+    ),
+    # Chunks end within a row; devices share one group.
+    "bamba": (
+        "Bamba",
+        SIZES | _MAMBA | {"attn_layer_indices": [1], "rope_parameters": _PARTIAL},
+    ),
+    "granite_hybrid": (
+        "GraniteMoeHybrid",
+        SIZES
+        | _MAMBA
+        | {
+            "layer_types": ["linear_attention", "full_attention"] * 2, "intermediate_size": 6,
+            "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 12,
+            "embedding_multiplier": 12.0, "attention_multiplier": 0.7, "logits_scaling": 3.0,
+            "residual_multiplier": 0.22,
+        },
+    ),
+    "granite_hybrid_dense": (
+        "GraniteMoeHybrid",
+        SIZES
+        | _MAMBA
+        | {
+            "layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 0,
+            "shared_intermediate_size": 20, "mamba_n_groups": 2, "tie_word_embeddings": True,
         },
     ),
     # One mixer, MLP or mixture a layer; chunks end within a row.

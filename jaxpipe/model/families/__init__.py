@@ -1,5 +1,6 @@
 """The model families. To add one, write a module like `glm4` or a package like `gpt2`."""
 
+from jaxpipe.model.families.bamba import BAMBA
 from jaxpipe.model.families.deepseek.presets import DEEPSEEK
 from jaxpipe.model.families.deepseek_v4.config import DEEPSEEK_V4
 from jaxpipe.model.families.engram.config import ENGRAM
@@ -10,6 +11,7 @@ from jaxpipe.model.families.glm4 import GLM4
 from jaxpipe.model.families.glm4_moe import GLM4_MOE
 from jaxpipe.model.families.gpt2.presets import GPT2
 from jaxpipe.model.families.gpt_oss.config import GPT_OSS
+from jaxpipe.model.families.granite_hybrid.config import GRANITE_HYBRID
 from jaxpipe.model.families.kimi_linear.config import KIMI_LINEAR
 from jaxpipe.model.families.llama.architectures import LLAMA
 from jaxpipe.model.families.llama4.config import LLAMA4
@@ -26,8 +28,8 @@ FAMILIES = {
     family.name: family
     for family in (
         LLAMA, GEMMA3, GPT_OSS, LLAMA4, OLMO2, OLMO3, GLM4, PHI3, GLM4_MOE, MINIMAX_M2, SEED_OSS,
-        EXAONE4, ERNIE4_5_MOE, QWEN3_NEXT, QWEN3_5, NEMOTRON_H, DEEPSEEK, DEEPSEEK_V4,
-        KIMI_LINEAR, ENGRAM, GPT2,
+        EXAONE4, ERNIE4_5_MOE, QWEN3_NEXT, QWEN3_5, NEMOTRON_H, BAMBA,
+        GRANITE_HYBRID, DEEPSEEK, DEEPSEEK_V4, KIMI_LINEAR, ENGRAM, GPT2,
     )
 }  # fmt: skip
 
