@@ -1,15 +1,16 @@
 """Which candidate to take, and what to change for a smaller bubble."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from jaxpipe.config import Config
 from jaxpipe.core.schedule import ScheduleError, simulate
 from jaxpipe.planning.candidates import arrange_variant, sizes_of, variant_of
+from jaxpipe.planning.cost.compute import launches_of_halves, update_bytes
 from jaxpipe.planning.cost.estimate import Estimate, estimate
 from jaxpipe.planning.cost.hardware import Hardware, op_seconds
 from jaxpipe.planning.cost.memory import rank_bytes
@@ -24,7 +25,7 @@ _CLEAR_GAIN = 0.05  # of the scan's time
 _WORTHWHILE = 0.01  # of the tokens per second
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Advice:
     """The label of the fastest candidate that fits in memory, if any, and advice in sentences."""
 
@@ -103,6 +104,8 @@ def _advise_on_halves(best: Estimate, memory: float, hardware: Hardware) -> list
     other = replace(plan.config, parallel=replace(parallel, overlap_halves=halved))
     try:
         check_settings(other)
+        if halved and best.seconds / _least_in_halves(best, hardware) - 1 < _WORTHWHILE:
+            return []
         seconds = op_seconds(other, hardware)
         more = estimate(arrange_variant(other, plan.devices, best.variant, seconds), seconds)
     except ValueError:  # sizes or the schedule exclude halves
@@ -119,6 +122,25 @@ def _advise_on_halves(best: Estimate, memory: float, hardware: Hardware) -> list
         f"{best.label}: parallel.overlap_halves={'true' if halved else 'false'} {why}, for "
         f"{gain:.1%} more tokens/s and {more.bytes.total / 2**30:.1f} GiB a device."
     ]
+
+
+def _least_in_halves(best: Estimate, hardware: Hardware) -> float:
+    """Return a lower bound on the seconds of an estimate's step in halves, without their trace.
+
+    Proof. Halves launch more kernels, and otherwise take no less than `least_in_halves`. They keep
+    the stages, and so the work of all ranks. Where they keep the order of actions too, no cell of
+    the scan begins before the ranks that run asynchronously would begin it: it waits for the same
+    inputs and more. The update moves the same bytes.
+    """
+    plan, seconds = best.plan, best.plan.seconds
+    layer = seconds.layer.beside(launches_of_halves(plan.config, hardware))
+    least = dataclasses.replace(plan, seconds=replace(seconds, layer=layer).least_in_halves)
+    report = simulate(plan.schedule, least.costs, plan.lockstep)
+    is_searched = FAMILIES[best.variant.family].is_searched
+    keeps_order = not (is_searched or plan.lockstep.in_flight or plan.schedule.recomputes)
+    scan = report.makespan * (1 if keeps_order else 1 - report.bubble_global)
+    updated = update_bytes(plan.config, plan.layout) * seconds.memory
+    return scan + best.mirroring + updated
 
 
 def _advise_on_bubble(config: Config, best: Estimate, bubble: float) -> str:

@@ -8,9 +8,11 @@ import pytest
 from jaxpipe import config as configs
 from jaxpipe.lab.search.table import explain_winner
 from jaxpipe.planning import Devices, estimate
-from jaxpipe.planning.advice import advise
+from jaxpipe.planning.advice import _least_in_halves, advise
+from jaxpipe.planning.cost.compute import OPS, launches_of_halves
 from jaxpipe.planning.cost.costs import costs_of
 from jaxpipe.planning.cost.hardware import op_seconds
+from jaxpipe.planning.cost.kernels import Operations
 from jaxpipe.planning.cost.machine import machine
 from jaxpipe.planning.resolve import arrange
 
@@ -19,10 +21,10 @@ SMALL = ("model.n_layers=8", "model.d_model=2048", "model.n_heads=16", "model.d_
 EXPERTS = ("parallel.ep=2", "model.n_experts=8", "model.experts_per_token=2", "model.d_expert=512")
 
 
-def both(*overrides):
+def both(*overrides, config=CONFIG):
     """The configuration as it is, and in halves."""
     words = ("false", "true")
-    return [configs.load(CONFIG, [*overrides, f"parallel.overlap_halves={w}"]) for w in words]
+    return [configs.load(config, [*overrides, f"parallel.overlap_halves={w}"]) for w in words]
 
 
 @pytest.mark.parametrize("overrides", [SMALL, (*SMALL, *EXPERTS)], ids=["dense", "experts"])
@@ -48,6 +50,40 @@ def test_weight_gradients_of_halves_copy_no_operands():
     )
     assert halved.launches <= plain.launches + 1
     assert plain.products == halved.products
+
+
+HYBRID = ("parallel.ep=2", "train.microbatch_size=4")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("recipe", ["quickstart_deepseek", "quickstart_hybrid"])
+def test_halves_launch_more_kernels_than_the_bound_on_them(recipe):
+    """Linear attention launches most: hundreds of kernels in a loop over blocks of a sequence."""
+    hardware = machine("dgx-h100")
+    plain, halved = both(*HYBRID, config=CONFIG.with_name(f"{recipe}.toml"))
+    more = launches_of_halves(plain, hardware)
+    launched = [
+        {op: costs_of(one).mean(lambda kind, op=op: kind.kernels[op].launches) for op in OPS}
+        for one in (plain, halved)
+    ]
+    for op in OPS:
+        least = hardware.seconds(Operations(launches=launched[1][op] - launched[0][op]))
+        assert getattr(more, op) <= least * (1 + 1e-9)
+    assert more.F > 0
+    assert more.whole_backward > 0
+
+
+@pytest.mark.parametrize("overrides", [
+    (), ("parallel.in_flight=7",), ("parallel.schedule=interleaved_1f1b",),
+    ("parallel.schedule=zb_h1",), ("parallel.schedule=zb_auto",), EXPERTS,
+])  # fmt: skip
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_step_in_halves_takes_no_less_than_its_bound(overrides, rows):
+    hardware = machine("dgx-h100")
+    sizes = f"train.microbatch_size={rows}", "train.grad_accum_steps=16"
+    plain, halved = (plan_of(one)[0] for one in both(*SMALL, *sizes, *overrides))
+    least = _least_in_halves(plain, hardware)
+    assert 0.5 * halved.seconds < least <= halved.seconds * (1 + 1e-9)
 
 
 def plan_of(config):

@@ -1,10 +1,12 @@
 """Seconds of what a device computes: its layers, and bytes of the update of its parameters."""
 
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxpipe.config import Config
-from jaxpipe.planning.cost.costs import ITEMSIZE, costs_of
+from jaxpipe.planning.cost.costs import ITEMSIZE, LayerCosts, costs_of
+from jaxpipe.planning.cost.kernels import Operations
 from jaxpipe.planning.cost.machine import Hardware
 from jaxpipe.planning.cost.seconds import LayerSeconds
 from jaxpipe.planning.cost.state_sizes import FLOAT32, stored_values
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from jaxpipe.core.mesh import StageLayout
 
 OPS = ("F", "B", "W", "BW", "R")
+_OF_PARAMETERS = 3  # kernels of an op for each parameter, at most, that both halves share
 
 
 def seconds_by_kind(config: Config, hardware: Hardware) -> dict[str, LayerSeconds]:
@@ -35,6 +38,21 @@ def seconds_by_kind(config: Config, hardware: Hardware) -> dict[str, LayerSecond
             *(hardware.seconds(kind.kernels[op]) + hardware.copying(copied[op]) for op in OPS)
         )
     return found
+
+
+def launches_of_halves(config: Config, hardware: Hardware) -> LayerSeconds:
+    """Seconds of kernel launches that halves add to the mean layer (`overlap_halves`), at least.
+
+    Every kernel that reads activations or their gradients runs once for each half. Kernels that
+    both halves share are those of a parameter: its cast, the product of its gradient, and what
+    rounds the gradient.
+    """
+
+    def more(kind: LayerCosts, op: str) -> float:
+        shared = _OF_PARAMETERS * kind.parameters.count
+        return hardware.seconds(Operations(launches=max(0.0, kind.kernels[op].launches - shared)))
+
+    return LayerSeconds(*(costs_of(config).mean(partial(more, op=op)) for op in OPS))
 
 
 def update_bytes(config: Config, layout: "StageLayout") -> float:

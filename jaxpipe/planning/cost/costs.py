@@ -28,6 +28,13 @@ class Parameters(NamedTuple):
     shapes: Any
     specs: Any
 
+    @property
+    def count(self) -> int:
+        """Number of arrays."""
+        import jax
+
+        return len(jax.tree.leaves(self.shapes))
+
 
 @dataclass(frozen=True)
 class LayerCosts:
