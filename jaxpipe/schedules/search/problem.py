@@ -6,7 +6,6 @@ Orders are lists of plain integers in the search, since it visits millions of op
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 
 import numpy as np
 
@@ -174,10 +173,17 @@ class SearchProblem:
         actions = ([Action(_OPS[op], *where) for op, *where in order] for order in orders)
         return Schedule.from_orders(self.name, self.placement, self.microbatches, actions)
 
-    def score(self, orders: Orders) -> Score | None:
-        """Return the objective, followed by a tie-breaker; None for a deadlock."""
-        replay = self.replay(orders)
-        return replay.score(orders) if replay else None
+    def score(self, replay: "Replay", orders: Orders) -> Score:
+        """Return the objective, followed by a tie-breaker, of orders that were replayed."""
+        starts = [line[0] for line in replay.begins]
+        makespan = max(replay.clocks) - min(starts)
+        span = max(end - start for start, end in zip(starts, replay.clocks))
+        match self.target.objective:
+            case "span":
+                return span, makespan
+            case "makespan":
+                return makespan, span
+        return self.scan_time(orders), makespan
 
     @cached_property
     def asynchronous(self) -> "SearchProblem":
@@ -280,8 +286,8 @@ class Replay:
         ready, times = self.ready, self.times
         all_following, waits = self.consumers, self.blocked
         first = len(line)
-        for step in islice(order, first, None):
-            op, stage, i = step
+        for at in range(first, len(order)):
+            op, stage, i = step = order[at]
             begin = ready[op][stage * m + i]
             if begin <= clock:
                 begin = clock
@@ -304,15 +310,3 @@ class Replay:
                     self.runnable.append(waits.pop((op, stage, i)))
         self.clocks[rank] = clock
         return len(line) - first
-
-    def score(self, orders: Orders) -> Score:
-        """Return the objective, followed by a tie-breaker."""
-        starts = [line[0] for line in self.begins]
-        makespan = max(self.clocks) - min(starts)
-        span = max(end - start for start, end in zip(starts, self.clocks))
-        match self.problem.target.objective:
-            case "span":
-                return span, makespan
-            case "makespan":
-                return makespan, span
-        return self.problem.scan_time(orders), makespan

@@ -116,7 +116,7 @@ def list_schedule(
     if left:
         return None
     orders = [rank.order for rank in ranks]
-    return replay.score(orders), orders
+    return problem.score(replay, orders), orders
 
 
 class _RankSimulation:

@@ -28,6 +28,7 @@ from jaxpipe.schedules.search.problem import (
     B,
     F,
     Orders,
+    Replay,
     Score,
     SearchProblem,
     Step,
@@ -69,49 +70,53 @@ def search_schedule(
     free = problem.asynchronous
     short = replace(free, microbatches=min(m, steady))
     known = [schedule for schedule in known if problem.schedule_fits(schedule)]
-    starts: list[Orders | None] = [_split_orders(schedule) for schedule in known]
-    scored, walks = _score_all(free, starts), []
-    if not scored or scored[0][0][0] > free.lower_bound * (1 + SLACK):
+    replayed, walks = _replay(free, map(_split_orders, known)), []
+    if not replayed or _best(free, replayed)[0][0] > free.lower_bound * (1 + SLACK):
         thorough = effort > 10 * problem.steps  # enough effort to list the full schedule
         walks = _search_locally(short, effort, dice)[: None if thorough else 2]
+        starts: list[Orders | None] = []
         for _, orders, rules in walks:
             starts.append(extend_orders(orders, m - short.microbatches))
             if m > short.microbatches and thorough:
                 listed = list_schedule(free, rules)
                 starts += [listed[1]] if listed else []
-        scored = _score_all(free, starts)
-    if not scored:
+        replayed += _replay(free, starts)
+    if not replayed:
         raise ScheduleError(
             f"{problem.name}: no schedule found for pp={pp}, microbatches={m} within "
             f"memory_limit={problem.limit:g}: raise it."
         )
-    score, orders = scored[0]
+    score, orders = _best(free, replayed)
     share = int(effort * _POLISH / problem.steps)
     if m > short.microbatches and score[0] > free.lower_bound * (1 + SLACK):
         score, orders = _move_steps(free, score, orders, share, dice)
     if free is problem:
         return problem.schedule(orders)
-    starts.append(orders)
+    starts = [orders]
     short = replace(problem, microbatches=short.microbatches)
     for _, orders, _ in walks:
         moves = int(effort * _SCANS / short.steps / len(walks))
-        before = short.score(orders)
-        assert before is not None  # the search has scored these orders
+        before, _ = _best(short, _replay(short, [orders]))
         moved = _move_steps(short, before, orders, moves, dice)[1]
         starts.append(extend_orders(moved, m - short.microbatches))
-    score, orders = _score_all(problem, starts)[0]
+    score, orders = _best(problem, [*replayed, *_replay(free, starts)])
     best = problem.schedule(_move_steps(problem, score, orders, share, dice)[1])
     costs, lockstep = problem.target.costs, problem.target.lockstep
     return min([best, *known], key=lambda schedule: scan_time(schedule, costs, lockstep))
 
 
-def _score_all(
-    problem: SearchProblem, candidates: Iterable[Orders | None]
-) -> list[tuple[Score, Orders]]:
-    """Return the candidates that fit the memory and have no deadlock, best first."""
+_Replayed = list[tuple[Replay, Orders]]
+
+
+def _replay(problem: SearchProblem, candidates: Iterable[Orders | None]) -> _Replayed:
+    """Return the candidates that fit the memory and have no deadlock, with their start times."""
     fitting = [orders for orders in candidates if orders and all(map(problem.order_fits, orders))]
-    scored = [(score, orders) for orders in fitting if (score := problem.score(orders))]
-    return sorted(scored, key=lambda item: item[0])
+    return [(replay, orders) for orders in fitting if (replay := problem.replay(orders))]
+
+
+def _best(problem: SearchProblem, replayed: _Replayed) -> tuple[Score, Orders]:
+    scored = ((problem.score(*one), one[1]) for one in replayed)
+    return min(scored, key=lambda item: item[0])
 
 
 def extend_orders(orders: Orders, more: int) -> Orders | None:
@@ -223,7 +228,7 @@ def _move_steps(
             continue
         orders[rank] = new
         replay = problem.replay(orders, score[0])
-        if replay and (moved := replay.score(orders)) <= score:
+        if replay and (moved := problem.score(replay, orders)) <= score:
             score, critical = moved, problem.critical_steps(orders, replay.begins)
         else:
             orders[rank] = old
