@@ -234,8 +234,11 @@ class Schedule:
 
     @cached_property
     def _hash(self) -> int:
-        """Computed once: caches of functions of a schedule ask for it at every call."""
-        return hash((self.ranks, self.microbatches))
+        """Computed once and of few numbers: caches of functions of a schedule ask for it.
+
+        Schedules of the same sizes share it, and differ by their names or their first cells.
+        """
+        return hash((self.microbatches, self.updates, tuple(map(len, self.ranks))))
 
     @classmethod
     def from_orders(

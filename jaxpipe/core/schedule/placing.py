@@ -109,26 +109,27 @@ def _place_ahead(schedule: Schedule, lockstep: Lockstep) -> PlacedCells:
             f"in_flight={in_flight}: {schedule.name} has R, whose position in the order of a rank "
             f"says when it runs; give no in_flight."
         )
-    computed = _Computed(schedule)
-    queues = [_RankQueues(schedule, order, lockstep) for order in schedule.ranks]
+    # The tick of every value that was computed, by number.
+    computed: list[float] = [NEVER] * (2 * schedule.stages * schedule.microbatches)
+    queues = [_RankQueues(schedule, rank, lockstep) for rank in range(schedule.pp)]
     cells: list[tuple[int, int, Cell, Hashable]] = []
     tick = idle = 0
     while not all(queue.is_empty for queue in queues):
-        taken = [queue.take(rank, tick, computed) for rank, queue in enumerate(queues)]
+        taken = [queue.take(tick, computed) for queue in queues]
         idle += 1
         for rank, (forward, gradient) in enumerate(taken):
-            for item in (forward, gradient):
-                if item is not None:
-                    computed.add(item, rank, tick)
-                    idle = 0
-            if forward or gradient:
-                cell = Cell(
-                    forward and forward.action,
-                    gradient and gradient.action,
-                    gradient and gradient.update,
-                )
-                kind = forward and forward.kind, gradient and gradient.kind
-                cells.append((tick, rank, cell, kind))
+            if not (forward or gradient):
+                continue
+            idle = 0
+            for item in filter(None, (forward, gradient)):
+                for value in item.produced:
+                    computed[value] = tick
+            cell = Cell(
+                forward and forward.action,
+                gradient and gradient.action,
+                gradient and gradient.update,
+            )
+            cells.append((tick, rank, cell, (forward and forward.kind, gradient and gradient.kind)))
         if idle > lockstep.transfer_ticks + lockstep.every * lockstep.phases:
             raise ScheduleError(
                 f"deadlock at tick {tick}: no rank of {schedule.name} can go on with "
@@ -146,74 +147,75 @@ class _QueuedAction(NamedTuple):
     """An action in the queue of its rank.
 
     Attributes:
-      needed, produced: values by number, as in `numbered_values`.
-      is_allowed: whether the lockstep allows it, by tick modulo the period.
+      own, received: values that it needs by number (`numbered_values`), of its rank and of others.
+      produced: values that it computes.
       updates: how many updates stand before it in the order of its rank.
       update: the U of its cell.
       kind: equal for actions that take as long.
     """
 
     action: Action
-    needed: list[int]
+    own: list[int]
+    received: list[int]
     produced: list[int]
-    is_allowed: tuple[bool, ...]
     updates: int
     update: Action | None
     kind: Hashable
 
 
-class _Computed:
-    """The rank and tick of every value that was computed, by number."""
+@lru_cache(maxsize=32)  # a schedule is placed at several paces
+def _queued_actions(schedule: Schedule) -> list[tuple[list[_QueuedAction], list[_QueuedAction]]]:
+    """The forwards and the gradients of every rank, in order."""
+    placement, microbatches = schedule.placement, schedule.microbatches
 
-    def __init__(self, schedule: Schedule):
-        self.ticks: list[float] = [NEVER] * (2 * schedule.stages * schedule.microbatches)
-        self.ranks = [-1] * len(self.ticks)
+    def queued(rank: int, action: Action, update: Action | None, updates: int) -> _QueuedAction:
+        ((_, needed, produced),) = numbered_values((Cell.from_action(action),), schedule)
+        own: list[int] = []
+        received: list[int] = []
+        for value in needed:
+            stage, microbatch = divmod(value, microbatches)
+            is_own = placement.rank(stage % schedule.stages, microbatch) == rank
+            (own if is_own else received).append(value)
+        kind = action.op, action.stage, placement.is_mirrored(action.microbatch), update is None
+        return _QueuedAction(action, own, received, produced, updates, update, kind)
 
-    def add(self, item: _QueuedAction, rank: int, tick: int) -> None:
-        for value in item.produced:
-            self.ticks[value], self.ranks[value] = tick, rank
+    queues = []
+    for rank, cells in enumerate(schedule.ranks):
+        forwards, gradients, updates = [], [], 0
+        for cell in cells:
+            for action, queue in ((cell.forward, forwards), (cell.gradient, gradients)):
+                if action is not None:
+                    queue.append(queued(rank, action, cell.update, updates))
+            updates += cell.update is not None
+        queues.append((forwards, gradients))
+    return queues
 
 
 class _RankQueues:
     """The queues of one rank: gradients, and forwards, which wait for free memory and updates."""
 
-    def __init__(self, schedule: Schedule, cells: Sequence[Cell], lockstep: Lockstep):
+    def __init__(self, schedule: Schedule, rank: int, lockstep: Lockstep):
         self._room, self._hop = lockstep.in_flight or 0, lockstep.transfer_ticks
         self._period = lockstep.every * lockstep.phases
-        self._schedule, self._lockstep = schedule, lockstep
         # The last stage's y, by number; the loss of a shared vocabulary comes a tick after its F.
         self._late = (
             (schedule.stages - 1) * schedule.microbatches if lockstep.vocab_parallel else NEVER
         )
         self._updates = self._f = self._g = 0
-        self._forwards: list[_QueuedAction] = []
-        self._gradients: list[_QueuedAction] = []
-        allowed: dict[Hashable, tuple[bool, ...]] = {}
-        before = 0
-        for cell in cells:
-            for action, queue in ((cell.forward, self._forwards), (cell.gradient, self._gradients)):
-                if action is not None:
-                    queue.append(self._queued(action, cell.update, before, allowed))
-            before += cell.update is not None
-
-    def _queued(
-        self, action: Action, update: Action | None, updates: int,
-        allowed: dict[Hashable, tuple[bool, ...]],
-    ) -> _QueuedAction:  # fmt: skip
-        placement = self._schedule.placement
-        kind = action.op, action.stage, placement.is_mirrored(action.microbatch), update is None
-        if kind not in allowed:
-            ticks = range(self._period)
-            allowed[kind] = tuple(self._lockstep.allows(action, placement, tick) for tick in ticks)
-        ((_, needed, produced),) = numbered_values((Cell.from_action(action),), self._schedule)
-        return _QueuedAction(action, needed, produced, allowed[kind], updates, update, kind)
+        self._forwards, self._gradients = _queued_actions(schedule)[rank]
+        examples = {item.kind: item.action for item in (*self._forwards, *self._gradients)}
+        # Whether the lockstep allows actions of a kind, by tick modulo the period.
+        self._allowed = {
+            kind: [lockstep.allows(one, schedule.placement, t) for t in range(self._period)]
+            for kind, one in examples.items()
+        }
 
     @property
     def is_empty(self) -> bool:
         return self._f == len(self._forwards) and self._g == len(self._gradients)
 
     def take(
-        self, rank: int, tick: int, computed: _Computed
+        self, tick: int, computed: list[float]
     ) -> tuple[_QueuedAction | None, _QueuedAction | None]:
         """Return the next forward within the limit, and the next gradient, that are ready.
 
@@ -223,13 +225,13 @@ class _RankQueues:
         in_cell = -1  # a value that the forward of this cell computes
         if self._f < len(self._forwards) and self._room > 0:
             item = self._forwards[self._f]
-            if item.updates <= self._updates and self._is_ready(item, rank, tick, computed, -1):
+            if item.updates <= self._updates and self._is_ready(item, tick, computed, -1):
                 forward = item
                 if self._hop == 1 and item.produced[0] < self._late:
                     in_cell = item.produced[0]
         if self._g < len(self._gradients):
             item = self._gradients[self._g]
-            if self._is_ready(item, rank, tick, computed, in_cell):
+            if self._is_ready(item, tick, computed, in_cell):
                 gradient = item
                 if self._hop > 1:
                     forward = None
@@ -243,12 +245,12 @@ class _RankQueues:
         return forward, gradient
 
     def _is_ready(
-        self, item: _QueuedAction, rank: int, tick: int, computed: _Computed, in_cell: int
+        self, item: _QueuedAction, tick: int, computed: list[float], in_cell: int
     ) -> bool:
-        if not item.is_allowed[tick % self._period]:
-            return False
-        for value in item.needed:
-            hop = 1 if computed.ranks[value] == rank else self._hop
-            if value != in_cell and computed.ticks[value] + hop > tick:
+        for value in item.received:
+            if computed[value] + self._hop > tick:
                 return False
-        return True
+        for value in item.own:
+            if value != in_cell and computed[value] >= tick:
+                return False
+        return self._allowed[item.kind][tick % self._period]
