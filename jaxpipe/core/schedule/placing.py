@@ -181,7 +181,9 @@ def _queued_actions(schedule: Schedule) -> list[tuple[list[_QueuedAction], list[
 
     queues = []
     for rank, cells in enumerate(schedule.ranks):
-        forwards, gradients, updates = [], [], 0
+        forwards: list[_QueuedAction] = []
+        gradients: list[_QueuedAction] = []
+        updates = 0
         for cell in cells:
             for action, queue in ((cell.forward, forwards), (cell.gradient, gradients)):
                 if action is not None:
