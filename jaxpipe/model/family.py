@@ -62,6 +62,11 @@ class ModelConfig(
         return 0
 
     @property
+    def shard_multiple(self) -> int:
+        """Shards and slices of a sequence must be multiples of it, in tokens."""
+        return 1
+
+    @property
     def has_cache(self) -> bool:
         """Whether generation has a cache of earlier tokens; without one it computes them again."""
         return True

@@ -247,3 +247,30 @@ def test_gpt_oss_excludes(overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
         check_settings(load(GPT_OSS, overrides))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["parallel.slices=2", "parallel.cp=2", "parallel.dp=2", "train.seq_len=256"],
+            "seq_len=256 must be a multiple of parallel.slices=2 x parallel.cp=2 x tokens of the "
+            "model's entries=128: it is cut into equal parts",
+        ),
+        (
+            ["parallel.slices=2", "train.variable_length=true", "train.pad_to_multiple_of=64"],
+            "pad_to_multiple_of=64 must be a multiple of the 128 tokens of the model's entries",
+        ),
+        (
+            ["parallel.cp=2", "parallel.dp=2", "parallel.cp_method=ring"],
+            "parallel.cp_method must be 'gather' with parallel.cp=2 in models of the family",
+        ),
+    ],
+)
+def test_deepseek_v4_excludes(overrides, message, tmp_path):
+    others = BASE.read_text().partition("[parallel]")[2]
+    path = tmp_path / "config.toml"
+    path.write_text(f"[model]\npreset = 'deepseek_v4_flash'\n[parallel]{others}")
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_settings(load(path, ["train.seq_len=512", *overrides]))
+    assert "\n" not in str(caught.value)

@@ -58,6 +58,14 @@ NGRAMS = {
 }  # fmt: skip
 NEMOTRON = SIZES | MAMBA | MIXTURE | {"d_expert": 12, "shared_experts": 1}
 INDEXED = LATENT | {"index_topk": 3, "index_n_heads": 8, "index_head_dim": 6}
+# Layers of four kinds: all ways of attention, and the first with a table of experts.
+ENTRIES = SIZES | MIXTURE | {
+    "head_dim": 8, "qk_rope_head_dim": 4, "q_lora_rank": 12, "o_groups": 2, "o_lora_rank": 10,
+    "sliding_window": 3, "attention_first": ("window",), "csa_rate": 2, "hca_rate": 4,
+    "index_n_heads": 8, "index_head_dim": 6, "index_topk": 2, "hc_mult": 3, "num_hash_layers": 1,
+    "rope_theta": 100.0, "compress_rope_theta": 150.0, "rope_factor": 4.0,
+    "rope_original_positions": 16, "router_bias": False,
+}  # fmt: skip
 MODELS = {
     "grouped": LlamaConfig(**SIZES, n_kv_heads=2),
     "biased": LlamaConfig(**SIZES, n_kv_heads=2, qkv_bias=True),
@@ -176,30 +184,9 @@ MODELS = {
     "packed_latent_fused": DeepseekConfig(
         family="deepseek", **SIZES, **LATENT, attention="cudnn", tie_embeddings=True
     ),
-    # Layers of four kinds: all ways of attention, and the first with a table of experts.
-    "entries": DeepseekV4Config(
-        **SIZES,
-        **MIXTURE,
-        head_dim=8,
-        qk_rope_head_dim=4,
-        q_lora_rank=12,
-        o_groups=2,
-        o_lora_rank=10,
-        sliding_window=3,
-        attention_first=("window",),
-        csa_rate=2,
-        hca_rate=4,
-        index_n_heads=8,
-        index_head_dim=6,
-        index_topk=2,
-        hc_mult=3,
-        num_hash_layers=1,
-        rope_theta=100.0,
-        compress_rope_theta=150.0,
-        rope_factor=4.0,
-        rope_original_positions=16,
-        router_bias=False,
-    ),
+    "entries": DeepseekV4Config(**ENTRIES),
+    # Windows, and entries with the tokens before them, are longer than a shard of two tokens.
+    "packed_entries": DeepseekV4Config(**ENTRIES | {"hca_rate": 2, "sliding_window": 5}),
     "uneven": LlamaConfig(**SIZES | {"vocab_size": 41}, n_kv_heads=2),  # 2 and 4 do not divide it
     "uneven_tied": LlamaConfig(**SIZES | {"vocab_size": 33}, n_kv_heads=4, tie_embeddings=True),
     "uneven_gpt2": GPT2Config(**SIZES | {"vocab_size": 37}, max_seq_len=11),

@@ -80,10 +80,10 @@ def _smaller_plan(plan: RunPlan, loops: SmallerLoops, per_stage: int) -> RunPlan
     least = least_layers(before.model, before.parallel, parallel, loops)
     parallel, layers = _smaller_split(parallel, plan.layers, stages, per_stage, least)
     parallel = replace(parallel, unroll_layers=loops.unroll_layers(layers))
-    train = _smaller_step(replace(before, parallel=parallel))
-    model = smaller_model(
-        before.model, before.parallel, parallel, loops, layers=layers, length=train.seq_len
-    )
+    sizes = before.model, before.parallel, parallel, loops
+    multiple = smaller_model(*sizes, layers=layers, length=_LENGTH).shard_multiple
+    train = _smaller_step(replace(before, parallel=parallel), multiple)
+    model = smaller_model(*sizes, layers=layers, length=train.seq_len)
     clip = min(before.optimizer.clip_norm, 0.1)  # below the norm, so that it clips
     warmup = min(before.optimizer.warmup_steps, 10)  # else updates vanish beside parameters
     checkpoint = replace(before.checkpoint, resume="none")
@@ -182,18 +182,18 @@ def _smaller_split(
     return replace(parallel, **sizes), layers
 
 
-def _smaller_step(config: Config) -> TrainConfig:
-    """The settings of a step with short sequences, in float64."""
+def _smaller_step(config: Config, multiple: int) -> TrainConfig:
+    """The settings of a step with short sequences, in float64; `multiple` is that of shards."""
     train = config.train
     chunks = min(train.loss_chunks, 2)
-    unit = config.sequence_shards * chunks
+    unit = config.sequence_shards * chunks * multiple
     return replace(
         train,
         seq_len=unit * max(2, -(-_LENGTH // unit)),
         microbatch_size=min(train.microbatch_size, 2 - train.microbatch_size % 2),
         loss_chunks=chunks,
         length_bucket=unit if train.length_bucket else 0,
-        pad_to_multiple_of=chunks,
+        pad_to_multiple_of=chunks * multiple,
         compute_dtype="float32",
         fp8="none",
         fused_steps=1,

@@ -157,19 +157,24 @@ class IndexedAttention:
         return _block_length(length, batch * each)
 
 
-def choose_keys(index: IndexQueries, k_BSE: jax.Array, key_range: KeyRange, topk: int) -> jax.Array:
+def choose_keys(
+    index: IndexQueries, k_BSE: jax.Array, key_range: KeyRange, topk: int,
+    place_BS: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """Indices of the keys of the highest index scores, `[B, L, min(topk, S)]` int32, best first.
 
     Of equal scores the earlier key comes first. Where a query may see fewer keys, the rest is -1.
+    `place_BS` are the keys' positions in the sequence; None: they are one for every token.
     """
     index, k_BSE = lax.stop_gradient((index, k_BSE))
-    place_1S = jnp.arange(k_BSE.shape[1], dtype=jnp.int32)[None]
+    if place_BS is None:
+        place_BS = jnp.arange(k_BSE.shape[1], dtype=jnp.int32)[None]
     batch, length, heads, _ = index.q_BLIE.shape
 
     def of_block(block: tuple[IndexQueries, KeyRange]) -> jax.Array:
         index, key_range = block
         score_BCS = _index_scores(index, k_BSE, "bx")
-        score_BCS = jnp.where(key_range.mask(place_1S)[:, 0], score_BCS, -jnp.inf)
+        score_BCS = jnp.where(key_range.mask(place_BS)[:, 0], score_BCS, -jnp.inf)
         best_BCX, chosen_BCX = lax.top_k(score_BCS, min(topk, k_BSE.shape[1]))
         return jnp.where(best_BCX > -jnp.inf, chosen_BCX, -1)
 

@@ -11,6 +11,7 @@ from jaxpipe.config.rules import declared_rules
 from jaxpipe.model.attention import case as attention
 from jaxpipe.model.decoder_config import DecoderConfig
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
+from jaxpipe.model.families.deepseek_v4.config import DeepseekV4Config
 from jaxpipe.model.families.engram.config import EngramConfig
 from jaxpipe.model.families.kimi_linear.config import KimiLinearConfig
 from jaxpipe.model.families.llama.config import LlamaConfig
@@ -43,6 +44,7 @@ RULES: tuple[Callable[..., object], ...] = (
     LlamaConfig.broken_rules,
     Llama4Config.broken_rules,
     DeepseekConfig.broken_rules,
+    DeepseekV4Config.unmet_by_attention,
     EngramConfig.broken_rules,
     HybridConfig.broken_rules,
     DeltaConfig.broken_rules,

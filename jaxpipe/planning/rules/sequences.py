@@ -14,6 +14,8 @@ def _check_parts(config: Config) -> None:
     `train.seq_len` must be a multiple of `parallel.slices` x `parallel.cp` x `parallel.tp` (with
     `parallel.sequence_parallel`), of `parallel.slices` x `parallel.cp` x `train.loss_chunks`, and,
     for `parallel.cp_method='ring'`, of `parallel.slices` x 2 x `parallel.cp` / `parallel.cp_heads`.
+    In models of the family `deepseek_v4`, with slices or `parallel.cp`, also of `parallel.slices` x
+    `parallel.cp` x the tokens of an entry, and so must be `train.pad_to_multiple_of`.
     """
     parallel, train = config.parallel, config.train
     slices = {
@@ -24,13 +26,21 @@ def _check_parts(config: Config) -> None:
     over_tp = {"parallel.tp": parallel.tp if parallel.sequence_parallel else 1}
     halves = slices | {"blocks of a ring": _halves(config)}
     chunks = {"train.loss_chunks": train.loss_chunks}
-    for more in (halves, shards | over_tp, shards | chunks):
+    multiple = config.model.shard_multiple if prod(shards.values()) > 1 else 1
+    entries = {"tokens of the model's entries": multiple}
+    for more in (halves, shards | over_tp, shards | chunks, shards | entries):
         if train.seq_len % prod(more.values()):
             product = " x ".join(f"{name}={size}" for name, size in more.items() if size > 1)
             raise ConfigError(
                 f"train.seq_len={train.seq_len} must be a multiple of {product}: it is cut into "
                 f"equal parts; change one of them."
             )
+    if train.variable_length and train.pad_to_multiple_of % multiple:
+        raise ConfigError(
+            f"train.pad_to_multiple_of={train.pad_to_multiple_of} must be a multiple of the "
+            f"{multiple} tokens of the model's entries, of which each shard or slice of a row has "
+            f"complete ones: raise it."
+        )
 
 
 def _halves(config: Config) -> int:

@@ -63,7 +63,7 @@ OTHERS = {
         "o_groups = 4\no_lora_rank = 16\nindex_n_heads = 4\nindex_head_dim = 16\n"
         "index_topk = 8\nsliding_window = 16\nhca_rate = 16\nn_experts = 4\n"
         "experts_per_token = 2\nnum_hash_layers = 1\nrope_original_positions = 64",
-        ("parallel.tp=2", "parallel.schedule=zb_h1", "parallel.zero_stage=3"),
+        ("parallel.cp=2", "parallel.slices=2", "data.packing=best_fit", "parallel.schedule=zb_h1"),
     ),
     "qwen3_next": (
         "family = 'qwen3_next'\nn_kv_heads = 2\nhead_dim = 16\nattention_every = 2\n"

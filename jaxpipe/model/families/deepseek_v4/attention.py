@@ -1,26 +1,41 @@
 """Attention to the last tokens and to entries that each stand for a few earlier tokens.
 
-Shapes: B examples, L tokens, D model, Q the latent of queries, H query heads, K head dim, G groups
-of heads, O the width of a group's output, S keys of a block of queries, T entries, E entries that a
-query attends to. Devices that share the layer have complete groups of heads.
+A device may have a shard of a sequence, or a slice of it, whose tokens read earlier ones as
+`jaxpipe.model.families.deepseek_v4.earlier` brings them here. In packed rows nothing of another
+document is read.
+
+Shapes: B examples, L tokens of a device, D model, Q the latent of queries, H query heads, K head
+dim, G groups of heads, O the width of a group's output, S keys of a block of queries or entries of
+the sequence, E entries that a query attends to. Devices that share the layer have complete groups
+of heads.
 
 Source: DeepSeek-AI 2026, "DeepSeek-V4", section 2.3, in the form of transformers'
 `DeepseekV4Attention`.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpipe.model.attention.blocks import KeyRange
 from jaxpipe.model.attention.keys import Cache
 from jaxpipe.model.families.deepseek_v4.blocks import last_padding, map_query_blocks
-from jaxpipe.model.families.deepseek_v4.compression import Compressor, Indexer, ready_entries
+from jaxpipe.model.families.deepseek_v4.compression import (
+    CHOOSING,
+    OWN,
+    PLACES,
+    Compressor,
+    EntryTokens,
+    Indexer,
+    tokens_before,
+)
 from jaxpipe.model.families.deepseek_v4.config import Attention, DeepseekV4Config
+from jaxpipe.model.families.deepseek_v4.earlier import EarlierTokens, tokens_kept
 from jaxpipe.model.families.deepseek_v4.rotation import rotate_last
 from jaxpipe.model.layers.parts import Init, LayerInputs, RMSNorm
-from jaxpipe.model.options import LayerParts
+from jaxpipe.model.options import LayerParts, Sharing
 
 
 class EntryAttention(nnx.Module):
@@ -46,14 +61,12 @@ class EntryAttention(nnx.Module):
         self.wo_a = init("attn/wo_a", (heads * k // groups, groups * rank), 0.02, parts.cut(1))
         self.wo_b = init("attn/wo_b", (groups * rank, d), out_std, parts.cut(0))
         self.sinks = init("attn/sinks", (heads,), 0.0, parts.cut(0))
-        self.rate = {"csa": config.csa_rate, "hca": config.hca_rate}.get(kind, 0)
+        self.rate = config.rate_of(kind)
         if self.rate:
-            self.entries = Compressor(
-                "attn/entries", k, self.rate, config, init, own, overlaps=kind == "csa"
-            )
+            self.entries = Compressor(OWN, k, self.rate, config, init, own, overlaps=kind == "csa")
         if kind == "csa":
             self.indexer = Indexer(config, init, own)
-        self.config, self.devices = config, parts.devices
+        self.config, self.devices, self.sharing = config, parts.devices, parts.sharing
 
     def __call__(
         self, x_BLD: jax.Array, positions_BL: jax.Array, given: LayerInputs
@@ -61,22 +74,28 @@ class EntryAttention(nnx.Module):
         """Mix tokens: `[B, L, D] -> [B, L, D]`; the positions are those of all L tokens."""
         config, dot = self.config, given.dot
         x_BLD = self.devices.enter(x_BLD)
+        earlier = EarlierTokens(self.sharing, x_BLD.shape[1], given.cache)
         latent_BLQ, key_BLK = dot(x_BLD, wq_a=self.wq_a[...], wkv=self.wkv[...])
         latent_BLQ = self.q_norm(latent_BLQ)
         (q_BLX,) = dot(latent_BLQ, wq_b=self.wq_b[...])
         q_BLHK = _normalise(q_BLX.reshape(*q_BLX.shape[:2], -1, config.head_dim), config.norm_eps)
         q_BLHK = rotate_last(q_BLHK, positions_BL, config)
         key_BLK = rotate_last(self.kv_norm(key_BLK)[:, :, None], positions_BL, config)[:, :, 0]
-        entry_BTK = chosen_BLE = None
+        document_BL = None if given.documents is None else given.documents.positions
+        in_text_BL = earlier.place_L[None] if document_BL is None else document_BL
+        text = KeyRange.of(earlier.place_L, len(x_BLD), 0, in_text_BL)
+        entries = chosen_BLE = None
         if self.rate and x_BLD.shape[1] >= self.rate:
-            entry_BTK = self.entries(x_BLD)
+            tokens = EntryTokens.of(self.rate, earlier, document_BL)
+            entries = self.entries(x_BLD, tokens, earlier), tokens.place_BS
             if self.KIND == "csa":
-                chosen_BLE = self.indexer(x_BLD, latent_BLQ, positions_BL)
-        mixed_BLHK = self._mix(q_BLHK, key_BLK, entry_BTK, chosen_BLE)
+                chosen_BLE = self.indexer(x_BLD, latent_BLQ, positions_BL, tokens, earlier, text)
+        mixed_BLHK = self._mix(q_BLHK, key_BLK, earlier, text, entries, chosen_BLE)
         mixed_BLHK = rotate_last(mixed_BLHK, -positions_BL, config)
         mixed_BLGO = self._project_groups(mixed_BLHK)
         (made_BLD,) = dot(mixed_BLGO.reshape(*x_BLD.shape[:2], -1), wo_b=self.wo_b[...])
-        return self.devices.leave(made_BLD), None
+        cache = given.cache and given.cache._replace(parts=earlier.after)
+        return self.devices.leave(made_BLD), cache
 
     def _project_groups(self, mixed_BLHK: jax.Array) -> jax.Array:
         """The outputs of every group of heads times the group's matrix, `[B, L, G, O]`."""
@@ -86,30 +105,35 @@ class EntryAttention(nnx.Module):
         return jnp.einsum("blgx,xgo->blgo", mixed_BLGX, wo_a_XGO)
 
     def _mix(
-        self, q_BLHK: jax.Array, key_BLK: jax.Array, entry_BTK: jax.Array | None,
-        chosen_BLE: jax.Array | None,
+        self, q_BLHK: jax.Array, key_BLK: jax.Array, earlier: EarlierTokens, text: KeyRange,
+        entries: tuple[jax.Array, jax.Array] | None, chosen_BLE: jax.Array | None,
     ) -> jax.Array:  # fmt: skip
-        """Attention output `[B, L, H, K]`, a block of queries at a time."""
-        length = q_BLHK.shape[1]
-        before = min(self.config.sliding_window, length) - 1
-        padded_BSK = jnp.pad(key_BLK, ((0, 0), (before, last_padding(length)), (0, 0)))
+        """Attention output `[B, L, H, K]`, a block of queries at a time.
 
-        def mix(place_L: jax.Array, q_BLHK: jax.Array, *chosen: jax.Array) -> jax.Array:
-            count = before + len(place_L)
-            keys_BSK = jax.lax.dynamic_slice_in_dim(padded_BSK, place_L[0], count, axis=1)
-            back_LS = place_L[:, None] - (place_L[0] - before + jnp.arange(count))[None]
-            seen_LS = (back_LS >= 0) & (back_LS <= before) & (back_LS <= place_L[:, None])
-            parts = [(keys_BSK, seen_LS[None])]
+        `entries` are `[B, S, K]` and their places.
+        """
+        length = q_BLHK.shape[1]
+        before = min(self.config.sliding_window, earlier.longest) - 1
+        padded_BSK = earlier.with_tokens_before("keys", key_BLK, before)
+        padded_BSK = jnp.pad(padded_BSK, ((0, 0), (0, last_padding(length)), (0, 0)))
+
+        def mix(index_L: jax.Array, text: KeyRange, q_BLHK: jax.Array, *chosen: Any) -> jax.Array:
+            count = before + len(index_L)
+            keys_BSK = jax.lax.dynamic_slice_in_dim(padded_BSK, index_L[0], count, axis=1)
+            place_S = earlier.place_L[0] + index_L[0] - before + jnp.arange(count)
+            last = text._replace(first_BL=jnp.maximum(text.first_BL, text.own_BL - before))
+            parts = [(keys_BSK, last.mask(place_S[None])[:, 0])]
             if chosen:
                 (chosen_BLE,) = chosen
                 rows = jnp.arange(len(q_BLHK))[:, None, None]
-                parts.append((entry_BTK[rows, jnp.maximum(chosen_BLE, 0)], chosen_BLE >= 0))
-            elif entry_BTK is not None:
-                ready_L1 = ready_entries(place_L, self.rate)[:, None]
-                parts.append((entry_BTK, (jnp.arange(entry_BTK.shape[1])[None] < ready_L1)[None]))
+                entry_BLEK = entries[0][rows, jnp.maximum(chosen_BLE, 0)]
+                parts.append((entry_BLEK, chosen_BLE >= 0))
+            elif entries is not None:
+                entry_BSK, place_BS = entries
+                parts.append((entry_BSK, text.mask(place_BS)[:, 0]))
             return _attend(q_BLHK, parts, self.sinks[...])
 
-        return map_query_blocks(mix, q_BLHK, *(() if chosen_BLE is None else (chosen_BLE,)))
+        return map_query_blocks(mix, text, q_BLHK, *(() if chosen_BLE is None else (chosen_BLE,)))
 
 
 class ChosenEntryAttention(EntryAttention):
@@ -127,6 +151,39 @@ class AllEntryAttention(EntryAttention):
 MIXERS: dict[Attention, type[EntryAttention]] = {
     mixer.KIND: mixer for mixer in (EntryAttention, ChosenEntryAttention, AllEntryAttention)
 }
+
+
+def empty_state(
+    config: DeepseekV4Config, kind: Attention, x: jax.Array, length: int, sharing: Sharing, *,
+    documents: bool,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """What the tokens of a first slice read of earlier ones, by name.
+
+    Args:
+      config: sizes of the model.
+      kind: attention of the layer.
+      x: an array of the batch and the dtype, `[B, ...]`.
+      length: tokens of a device's shard of a slice.
+      sharing: the devices that share the sequence, and the number of slices.
+      documents: whether rows are packed.
+    """
+    of_sequence = length * sharing.sequence.size * sharing.slices
+    keys = tokens_kept(min(config.sliding_window, of_sequence) - 1, sharing, length)
+    shapes: dict[str, tuple[int, ...]] = {"keys": (keys, config.head_dim)} if keys else {}
+    rate, overlaps = config.rate_of(kind), kind == "csa"
+    widths = {OWN: config.head_dim} if rate else {}
+    if kind == "csa":
+        widths[CHOOSING] = config.index_head_dim
+    before = tokens_before(rate, overlaps=overlaps, documents=documents) if rate else 0
+    for name, width in widths.items():
+        shapes[name] = of_sequence // rate, width
+        if before:
+            columns = 2 * width * (2 if overlaps else 1)
+            shapes[f"{name}/tokens"] = tokens_kept(before, sharing, length), columns
+    state = {name: jnp.zeros((len(x), *shape), x.dtype) for name, shape in shapes.items()}
+    if rate and documents:
+        state[PLACES] = jnp.zeros((len(x), of_sequence // rate), jnp.int32)
+    return state
 
 
 def _attend(

@@ -17,17 +17,17 @@ def last_padding(length: int) -> int:
     return -length % ROWS if length > ROWS else 0
 
 
-def map_query_blocks(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+def map_query_blocks(function: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
     """Apply `function` to blocks of L, and return its results `[B, L, ...]` for all of L.
 
     A gradient computes a block again, so that only what the function is called with is stored.
 
     Args:
-      function: `(places [L of a block], *arrays of the block) -> [B, L of a block, ...]`; places
+      function: `(indices [L of a block], *arrays of the block) -> [B, L of a block, ...]`; indices
         count from the first query.
-      arrays: `[B, L, ...]` each.
+      arrays: `[B, L, ...]` each, or trees of such arrays.
     """
-    length = arrays[0].shape[1]
+    length = jax.tree.leaves(arrays)[0].shape[1]
     if length <= ROWS:
         return function(jnp.arange(length), *arrays)
     count = -(-length // ROWS)
@@ -41,6 +41,6 @@ def map_query_blocks(function: Callable[..., jax.Array], *arrays: jax.Array) -> 
         begin, *block = operands
         return function(begin + jnp.arange(ROWS), *block)
 
-    blocks = jax.lax.map(of_block, (jnp.arange(count) * ROWS, *map(split, arrays)))
+    blocks = jax.lax.map(of_block, (jnp.arange(count) * ROWS, *jax.tree.map(split, arrays)))
     joined = blocks.swapaxes(0, 1)
     return joined.reshape(len(joined), count * ROWS, *joined.shape[3:])[:, :length]

@@ -1,6 +1,7 @@
 """Sizes and choices of a DeepSeek-V4, the rules between them, and the published models."""
 
 from collections.abc import Iterator
+from math import lcm
 from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from msgspec import Meta
@@ -74,6 +75,16 @@ class DeepseekV4Config(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw
         """
         first, cycle = self.attention_first, self.attention_cycle
         return first[layer] if layer < len(first) else cycle[(layer - len(first)) % len(cycle)]
+
+    def rate_of(self, attention: Attention) -> int:
+        """Tokens per entry in layers of an attention; 0: there are no entries."""
+        return {"csa": self.csa_rate, "hca": self.hca_rate}.get(attention, 0)
+
+    @property
+    def shard_multiple(self) -> int:
+        """Shards and slices of a sequence have complete entries of all layers."""
+        kinds = map(self.attention_of, range(self.n_layers))
+        return lcm(*(self.rate_of(kind) or 1 for kind in kinds))
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -236,16 +247,15 @@ class DeepseekV4Config(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw
     def unmet_by_attention(self, case: AttentionCase, tp: int) -> Iterator[str]:
         """Yield a sentence for every reason why attention cannot be computed as the case asks.
 
-        `parallel.cp` and `parallel.slices` must be 1, `data.packing` `none`, `model.attention`
-        `xla` and `model.attention_dropout` 0 in families of models that attend to entries.
+        `parallel.cp_method` must be `gather` with `parallel.cp` above 1, `model.attention` `xla`
+        and `model.attention_dropout` 0 in families of models that attend to entries.
         """
         family = f"in models of the family {self.family!r}, whose entries stand for several tokens"
-        if case.sequence.size > 1:
-            yield f"parallel.cp={case.sequence.size} must be 1 {family}: use more replicas instead."
-        if case.slices:
-            yield f"parallel.slices must be 1 {family}: set it, or lower train.seq_len."
-        if case.documents:
-            yield f"data.packing must be 'none' {family}: an entry would mix documents; set that."
+        if case.sequence.heads and case.sequence.size > 1:
+            yield (
+                f"parallel.cp_method must be 'gather' with parallel.cp={case.sequence.size} "
+                f"{family}: these do not go round a ring and have no heads to exchange; set that."
+            )
         if self.attention != "xla" or self.attention_dropout:
             yield (
                 f"model.attention={self.attention!r} with model.attention_dropout="

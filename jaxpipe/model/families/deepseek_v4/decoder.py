@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxpipe.core.contract import Aux, Context, StageFunctions
 from jaxpipe.core.contract.parameter import ParamSpec
-from jaxpipe.model.families.deepseek_v4.attention import MIXERS
+from jaxpipe.model.families.deepseek_v4.attention import MIXERS, empty_state
 from jaxpipe.model.families.deepseek_v4.compression import CHOSEN
 from jaxpipe.model.families.deepseek_v4.config import HASHED, DeepseekV4Config, attention_of_kind
 from jaxpipe.model.families.llama.decoder import LlamaDecoder
@@ -92,6 +92,13 @@ class DeepseekV4Decoder(LlamaDecoder):
         x_BLD = super().embed(embed_head, rows)
         batch, length, width = x_BLD.shape
         return jnp.broadcast_to(x_BLD[:, :, None], (batch, length, self.config.hc_mult, width))
+
+    def state(self, x: jax.Array, rows: Tree, kind: str = "layer") -> Tree:
+        """Empty buffers before the first slice: last tokens of each slice, and all entries."""
+        return empty_state(
+            self.config, attention_of_kind(kind), x, self._length(x), self.sharing,
+            documents=bool(self.ops.documents),
+        )  # fmt: skip
 
     def kept(self, kind: str) -> tuple[str, ...]:
         """The choices of experts and of entries, which rounding must not change between F and B."""
