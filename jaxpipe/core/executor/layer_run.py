@@ -151,11 +151,17 @@ class LayerRun:
             return totals, None
         return totals, jax.tree.map(add, read, gradients.embed_head, is_leaf=_is_none)
 
-    def run_if_active(self, layer: Layer, passed: Passed) -> Passed:
-        """Run this one layer, or return `passed` where its slot is empty on this rank."""
+    def run_if_active(self, layer: Layer, passed: Passed, halves: Halves | None = None) -> Passed:
+        """Run this one layer, or return `passed` where its slot is empty on this rank.
+
+        With `halves` a layer that may not run has phases of its own (`run_in_phases`).
+        """
+        run = partial(layer, *passed)
         if self.active is None:
-            return layer(*passed)
-        return lax.cond(self.active, lambda: layer(*passed), lambda: passed)
+            return run()
+        return lax.cond(
+            self.active, run if halves is None else partial(run_in_phases, run), lambda: passed
+        )
 
     def gather_after(self, x: jax.Array, halves: Halves | None = None) -> tuple[jax.Array, Tree]:
         """Return x or dy of the layer that runs before this one, and this one's gathered params.
@@ -208,7 +214,7 @@ class LayerRun:
                 params = one.gather_params() if gathered is None else gathered
                 return layer(one, params, *passed)
 
-            passed = one.run_if_active(on_params, passed)
+            passed = one.run_if_active(on_params, passed, halves)
             if in_time and of_next is not None:
                 x, of_next = tie(passed[0], of_next, halves)
                 passed = x, *passed[1:]

@@ -107,6 +107,7 @@ def _phases_of(jaxpr: Jaxpr) -> list[_Phase]:
     is_tie = find_ties(jaxpr)
     numbers, halves = _number_phases(jaxpr, computes, sends)
     numbers = _end_with_collectives(jaxpr, numbers, sends, halves)
+    numbers = _move_beside_collectives(jaxpr, numbers, sends, halves)
     phases = {number: _Phase([], []) for number in sorted({*numbers})}
     read_in = _last_reads(jaxpr, numbers, computes | sends)
     for eqn, number in zip(jaxpr.eqns, numbers):
@@ -168,15 +169,52 @@ def _end_with_collectives(
     for number, sent in after.values():
         last[number] = max(last[number], sent)
     is_tie = find_ties(jaxpr)
-    made_in: dict[Var, int] = {}
     ended = []
     for eqn, (number, sent) in zip(jaxpr.eqns, waits):
-        operands = [var for var in eqn.invars[is_tie(eqn) :] if isinstance(var, Var)]
         is_read = sent == last[number] > 0 and not (id(eqn) in sends or is_tie(eqn))
-        number = max([number + is_read, *(made_in.get(var, number) for var in operands)])
-        made_in.update(dict.fromkeys(eqn.outvars, number + is_tie(eqn)))
-        ended.append(number)
-    return ended
+        ended.append(number + is_read)
+    return _after_operands(jaxpr, ended)
+
+
+def _move_beside_collectives(
+    jaxpr: Jaxpr, numbers: list[int], sends: set[int], halves: Set[Var]
+) -> list[int]:
+    """Return the phases with what is added to a collective's result in the collective's phase.
+
+    A shared expert is such a summand, for which no collective waits. In the phase that has its
+    operands it is one product of many, but beside the last collective of a layer the only one.
+    """
+    sent: dict[Var, int] = {}  # the last phase with a collective for which a value waits
+    waits = []
+    for eqn, number in zip(jaxpr.eqns, numbers):
+        last = max((sent.get(var, -1) for var in variables_in(eqn)), default=-1)
+        is_sent = id(eqn) in sends and not halves.isdisjoint(eqn.outvars)
+        waits.append((last, is_sent))
+        sent.update(dict.fromkeys(eqn.outvars, number if is_sent else last))
+    # The last phase in which a value may be computed; -1: it stays, as a y and what is sent do.
+    latest = {var: -1 for var in jaxpr.outvars if isinstance(var, Var)}
+    moved = []
+    backwards = reversed(jaxpr.eqns), reversed(numbers), reversed(waits)
+    for eqn, number, (last, is_sent) in zip(*backwards):
+        read = [latest[var] for var in eqn.outvars if var in latest]
+        until = -1 if is_sent or not read else min(read)
+        moved.append(number if halves.isdisjoint(eqn.outvars) else max(number, until))
+        for var in variables_in(eqn) if read or is_sent else ():
+            before = until if is_sent or sent.get(var, -1) == last else last
+            latest[var] = min(before, latest.get(var, before))
+    return _after_operands(jaxpr, moved[::-1])
+
+
+def _after_operands(jaxpr: Jaxpr, numbers: list[int]) -> list[int]:
+    """Return the phases with every equation in that of its operands at the earliest."""
+    made_in: dict[Var, int] = {}
+    is_tie = find_ties(jaxpr)
+    later = []
+    for eqn, number in zip(jaxpr.eqns, numbers):
+        operands = [var for var in eqn.invars[is_tie(eqn) :] if isinstance(var, Var)]
+        later.append(max([number, *(made_in.get(var, number) for var in operands)]))
+        made_in.update(dict.fromkeys(eqn.outvars, later[-1] + is_tie(eqn)))
+    return later
 
 
 def _last_reads(jaxpr: Jaxpr, numbers: list[int], ends: set[int]) -> dict[Var, int]:

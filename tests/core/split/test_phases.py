@@ -12,6 +12,7 @@ from programs import dot_flops
 from toy import KIND, toy_batch, toy_params
 
 from jaxpipe.core.contract import Aux, Context, LayerKind, LayerOutput
+from jaxpipe.core.executor.layer_run import LayerRun
 from jaxpipe.core.split import POLICIES, split_layer
 from jaxpipe.core.split.halves import layer_in_halves, tie
 from jaxpipe.core.split.phases import run_in_phases
@@ -140,6 +141,25 @@ def test_a_phase_ends_with_its_last_collective():
     ]  # fmt: skip
 
 
+def test_what_is_added_to_a_collective_is_beside_it():
+    """Nothing else is beside the last one; a shared expert is such a summand."""
+    phases = phases_of(lambda x: layers_in_halves(x, 2, shared=True))
+    beside = ["dot"] * 4 + ["gather", "scatter"]
+    assert [*map(sorted, phases)] == [
+        ["gather"], ["dot", "dot", "gather"], beside, beside, ["dot"] * 4 + ["scatter"],
+        ["dot", "dot", "scatter"],
+    ]  # fmt: skip
+
+
+def test_a_layer_in_a_conditional_has_phases_of_its_own():
+    run = LayerRun(KIND, None, jnp.int32(0), active=jnp.bool_(True), ring=0)
+
+    def conditional(x):
+        return run.run_if_active(lambda x: (layers_in_halves(x, 2),), (x,), "rows")
+
+    assert phases_of(conditional) == phases_of(lambda x: layers_in_halves(x, 2))
+
+
 def test_ties_between_layers_keep_halves_apart():
     """Parameters that a barrier ties to x are not of a half, and the second half is not tied."""
 
@@ -183,11 +203,12 @@ def mlp(x, params):
     return jnp.tanh(x @ params) @ params.T
 
 
-def layers_in_halves(x, layers, tied=None, of=mlp):
+def layers_in_halves(x, layers, tied=None, of=mlp, *, shared=False):
     def layer(params, x, context):
         full = lax.all_gather(x, "tp", axis=1, tiled=True)
         product = of(full, params)
-        return LayerOutput(x + lax.psum_scatter(product, "tp", scatter_dimension=1, tiled=True))
+        y = x + lax.psum_scatter(product, "tp", scatter_dimension=1, tiled=True)
+        return LayerOutput(y + mlp(x, params) if shared else y)
 
     params = jnp.ones((8, 32))
     for _ in range(layers):
@@ -204,10 +225,13 @@ def phases_of(function):
         mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False,
     )  # fmt: skip
     (outer,) = jax.make_jaxpr(run)(jnp.ones((4, 6, 8))).jaxpr.eqns
+    jaxpr = outer.params["jaxpr"]
+    if jaxpr.eqns[-1].primitive.name == "cond":
+        jaxpr = jaxpr.eqns[-1].params["branches"][1].jaxpr
     names = {"dot_general": "dot", "all_gather": "gather", "reduce_scatter": "scatter"}
     names |= {"sin": "sin"}
     phases = [[]]
-    for eqn in outer.params["jaxpr"].eqns:
+    for eqn in jaxpr.eqns:
         if eqn.primitive.name == "optimization_barrier" and phases[-1]:
             phases.append([])
         elif eqn.primitive.name in names:
