@@ -15,15 +15,16 @@ LAYERS_EACH = 2  # layers of each stage
 
 
 def traced(
-    name, pp, microbatches, *, build=near, examples=4, lockstep=PLAIN, remat="none", **execution
-):
+    name, pp, microbatches, *, build=near, dp=1, examples=4, lockstep=PLAIN, remat="none",
+    **execution,
+):  # fmt: skip
     """Return the trace of one schedule's step, and the schedule."""
     schedule = build(name, pp, microbatches)
     layout = StageLayout((LAYERS_EACH,) * schedule.stages, schedule.placement)
     shared, layers = toy_params(0, layout.layers)
     params = {"embed_head": shared, "layers": layout.stack(layers)}
     batch = toy_batch(1, microbatches, examples)
-    mesh = make_mesh(pp, devices=jax.devices()[:pp])
+    mesh = make_mesh(pp, dp, devices=jax.devices()[: pp * dp])
     pipeline = Pipeline(TOY, schedule, mesh, execution=Execution(lockstep, remat, **execution))
     return jax.jit(pipeline.losses_and_gradients).trace(params, batch), schedule
 

@@ -159,13 +159,21 @@ class Chunk:
         before: BackwardOutputs,
         read_inputs: ReadInputs,
         runs: jax.Array,
-    ) -> BackwardOutputs:
+        reduced: Tree,
+    ) -> tuple[BackwardOutputs, Tree]:
         """Run the step's last gradient action of the chunk and reduce its gradient sums.
 
         Every pipeline rank computes it, and its results count only where the flag `runs` is set.
         The gradient sums of a run are reduced as soon as the next run in backward order is
         finished, and no later computation depends on them, so the reduction overlaps with compute.
         A loop over layers reduces those of a layer itself, while it computes the next.
+
+        `reduced` are reductions that wait for nothing here. They end before what follows the last
+        run: XLA's scheduler goes backwards, and begins reductions that may end later behind the
+        last product.
+
+        Returns:
+          outputs of the action, and `reduced`.
         """
         actions = self.gradient_runs(
             op, inputs, read_inputs, in_turn=True, counts=runs, reduces=True
@@ -175,13 +183,17 @@ class Chunk:
             outputs = action(outputs)  # of the run before `place`
             outputs = outputs._replace(grad_sums=self._with_reduced(outputs.grad_sums, place))
         statistics = jax.tree.map(partial(jnp.where, runs), outputs.statistics, before.statistics)
-        grad_sums = self._with_reduced(outputs.grad_sums, 0)
-        return outputs._replace(grad_sums=grad_sums, statistics=statistics)
+        dx, reduced = lax.optimization_barrier((outputs.dx, reduced))
+        first, *others = outputs.grad_sums
+        if self.runs[0].may_reduce_in_loop:
+            first, reduced = lax.optimization_barrier((first, reduced))
+        grad_sums = self._with_reduced((first, *others), 0)
+        return outputs._replace(dx=dx, grad_sums=grad_sums, statistics=statistics), reduced
 
     def _with_reduced(self, totals: tuple[Tree, ...], place: int) -> tuple[Tree, ...]:
         """Return the gradient sums of all runs, with those of one run reduced over replicas."""
         run = self.runs[place]
-        reduced = totals[place] if run.may_reduce_in_loop else run.reduce(totals[place])
+        reduced = (run.reduce_rest if run.may_reduce_in_loop else run.reduce)(totals[place])
         return (*totals[:place], reduced, *totals[place + 1 :])
 
     def reduce(self, totals: tuple[Tree, ...]) -> tuple[Tree, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxpipe.core.contract import Context, Tree
@@ -35,18 +36,31 @@ class EmbedHead:
       embed, head: the model's functions.
       outputs: `StageFunctions.outputs`.
       split_if_trained: the split head; None: forward-only.
+      reduce: reduces gradient sums over the mesh to this device's shards; None stays None.
     """
 
     embed: EmbedHeadFunction
     head: EmbedHeadFunction
     outputs: Callable[..., Tree] | None
     split_if_trained: LayerSplit | None
+    reduce: Callable[[Tree], Tree]
 
     @property
     def split(self) -> LayerSplit:
         """The head split into F, B and W; a forward-only pass has none."""
         assert self.split_if_trained is not None
         return self.split_if_trained
+
+    def grows(self, columns: TableRow) -> Tree:
+        """Return whether ticks with these columns add to each gradient sum of embedding or head."""
+        of_all_ranks = columns.vocab_parallel
+        heads = [columns.head, columns.head_weight, *(of_all_ranks.head if of_all_ranks else ())]
+        embeds = of_all_ranks.embed_gradient if of_all_ranks else (columns.embed_gradient,)
+        head, embed = bool(np.any(heads)), bool(np.any(embeds))
+        return jax.tree.map(
+            lambda by_head, by_embed: (by_head and head) or (by_embed and embed),
+            self.head.used, self.embed.used,
+        )  # fmt: skip
 
     def result_shapes(
         self, step: StepData, x: Any, rows: Tree

@@ -247,38 +247,46 @@ class LayerRun:
     ) -> tuple[Passed, Tree]:
         """Run the step's last `gradient` as `over_layers` does, and reduce the gradient sums.
 
-        The sums, the second of `passed`, are returned as this device's shards. A collective cannot
-        begin in one iteration of a loop and end in another, so each layer reduces the sums of the
-        layer before it, beside its own compute. The first reduces some that are not complete, and
-        the second overwrites them. Sums whose shards are as large as they are need no second
-        buffer, and are reduced after the loop.
+        The sums, the second of `passed`, are returned with this device's shards of those that are
+        reduced, for `reduce_rest`. A collective cannot begin in one iteration of a loop and end in
+        another, so each layer reduces the sums of the layer before it, beside its own compute. The
+        first reduces some that are not complete, and the second overwrites them. Sums whose shards
+        are as large as they are need no second buffer, and are reduced after the loop.
         """
         dy, sums, *others = passed
-        like = jax.eval_shape(self.reduce, sums)
-        early = jax.tree.map(lambda shard, of: shard.shape != of.shape, like, sums)
-        late = jax.tree.map(operator.not_, early)
-
-        def row_of(sums: Tree, row: Index) -> Tree:
-            row_at = partial(lax.dynamic_slice_in_dim, start_index=row, slice_size=1)
-            return jax.tree.map(row_at, select(early, sums))
-
-        def write(shards: Tree, of_row: Tree, row: Index) -> Tree:
-            return buffers.write(shards, jax.tree.map(lambda of: of[0], self.reduce(of_row)), row)
+        early, like = self._reduced_in_loop(sums), jax.eval_shape(self.reduce, sums)
 
         def run(layer: LayerRun, params: Tree, dy: jax.Array, both: Passed, *others: Any) -> Passed:
             assert layer.row is not None
             (sums, shards), before = both, jnp.minimum(layer.row + 1, self.layers - 1)
             # Sums are read before this layer adds its own. Otherwise XLA may copy those of all.
-            dy, of_before = lax.optimization_barrier((dy, row_of(sums, before)))
-            shards = write(shards, of_before, before)
+            dy, of_before = lax.optimization_barrier((dy, _row_of(select(early, sums), before)))
+            shards = self._write_reduced(shards, of_before, before)
             dy, sums, *rest = gradient(layer, params, dy, sums, *others)
             return dy, (sums, shards), *rest
 
         shards = jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), select(early, like))
-        start = dy, (sums, shards), *others
-        (dy, (sums, shards), *others), gathered = self.over_layers(run, start, *args, **how)
-        shards = write(shards, row_of(sums, 0), 0)
-        return (dy, merge(early, shards, self.reduce(select(late, sums))), *others), gathered
+        return self.over_layers(run, (dy, (sums, shards), *others), *args, **how)
+
+    def reduce_rest(self, both: tuple[Tree, Tree]) -> Tree:
+        """Reduce the gradient sums that `over_layers_and_reduce` has left, and return all shards.
+
+        `both` are the sums and the shards that it returns.
+        """
+        sums, shards = both
+        early = self._reduced_in_loop(sums)
+        late = jax.tree.map(operator.not_, early)
+        shards = self._write_reduced(shards, _row_of(select(early, sums), 0), 0)
+        return merge(early, shards, self.reduce(select(late, sums)))
+
+    def _reduced_in_loop(self, sums: Tree) -> Tree:
+        """Return whether a loop over the layers reduces each gradient sum."""
+        like = jax.eval_shape(self.reduce, sums)
+        return jax.tree.map(lambda shard, of: shard.shape != of.shape, like, sums)
+
+    def _write_reduced(self, shards: Tree, of_row: Tree, row: Index) -> Tree:
+        """Return the shards of all layers, with those of one layer's sums reduced."""
+        return buffers.write(shards, jax.tree.map(lambda of: of[0], self.reduce(of_row)), row)
 
     def _repeat(
         self, layers: int, layer: Callable[[Any, Any], Any], state: Any, halves: Halves | None
@@ -301,6 +309,11 @@ class LayerRun:
         iterations, rest = divmod(layers, self.unroll)
         state = lax.fori_loop(0, iterations, partial(run, self.unroll), state)
         return run(rest, iterations, state) if rest else state
+
+
+def _row_of(sums: Tree, row: Index) -> Tree:
+    """Return the sums of one layer of a run, with the axis of layers."""
+    return jax.tree.map(partial(lax.dynamic_slice_in_dim, start_index=row, slice_size=1), sums)
 
 
 def _is_none(leaf: Any) -> bool:

@@ -1,5 +1,6 @@
 """Parameters of one device: gathered for compute in a step, and their gradients reduced."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from jaxpipe.core.executor.execution import Execution
 from jaxpipe.core.executor.layer_run import LayerRun
 from jaxpipe.core.executor.traced_kind import BufferedKind
 from jaxpipe.core.mesh import DP, PP, REPLICA_AXES, TP, ParamSharding, StageLayout
-from jaxpipe.core.mesh.flags import is_trained, select
+from jaxpipe.core.mesh.flags import is_trained, merge, select
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,11 @@ class DeviceParameters:
         }
 
     def gradients(
-        self, embed_head: Tree, layers: tuple[tuple[Tree, ...], ...], read: Tree, *, reduced: bool
+        self,
+        embed_head: Tree,
+        layers: tuple[tuple[Tree, ...], ...],
+        read: Tree,
+        early: Tree | None = None,
     ) -> Tree:
         """Reduce the gradient sums of the last tick to this device's gradient shards.
 
@@ -161,7 +166,8 @@ class DeviceParameters:
           layers: gradient sums by chunk and run.
           read: gradient sums at `embed_head_of_layers`; None: layers have added theirs to
             `embed_head`.
-          reduced: the sums of layers are already reduced over replicas.
+          early: flags of the sums of embedding and head that are already reduced, as all sums of
+            layers then are; None: no sum is.
 
         Returns:
           Gradients sharded like the parameters, layers with the axis of pipeline ranks; None for
@@ -170,12 +176,14 @@ class DeviceParameters:
         runs = self._with_mirrored(layers)
         if read is not None:
             embed_head = jax.tree.map(_with_read, self.shardings["embed_head"], embed_head, read)
-        if not reduced:
+        if early is None:
             runs = tuple(map(self._reduce_run, self.shardings["layers"], runs))
+            embed_head = self.reduce_embed_head(embed_head)
+        else:
+            late = select(jax.tree.map(operator.not_, early), embed_head)
+            embed_head = merge(early, embed_head, self.reduce_embed_head(late))
         return {
-            "embed_head": _map_sums(
-                self._reduce_embed_head, self.shardings["embed_head"], embed_head
-            ),
+            "embed_head": embed_head,
             "layers": jax.tree.map(lambda gradient: gradient[None], runs),
         }
 
@@ -195,6 +203,10 @@ class DeviceParameters:
         runs = tuple(run for chunk in gradients for run in chunk)
         runs, mirrored = runs[: len(self.layers)], runs[len(self.layers) :]
         return jax.tree.map(jnp.add, runs, _mirror(mirrored)) if mirrored else runs
+
+    def reduce_embed_head(self, sums: Tree) -> Tree:
+        """Reduce gradient sums of embedding and head to this device's shards; None stays None."""
+        return _map_sums(self._reduce_embed_head, self.shardings["embed_head"], sums)
 
     def _reduce_embed_head(self, sharding: ParamSharding, gradient: jax.Array) -> jax.Array:
         """Reduce a gradient of embedding or head to this device's shard.

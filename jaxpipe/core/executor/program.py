@@ -20,7 +20,7 @@ from jaxpipe.core.executor.reference import StepOutput, divisor, total_count
 from jaxpipe.core.executor.stage import EmbedHeadFunction
 from jaxpipe.core.executor.step_data import Mean, StepData
 from jaxpipe.core.executor.tick import DeviceWork
-from jaxpipe.core.executor.ticks import closing_tick, opening_tick, run_ticks
+from jaxpipe.core.executor.ticks import closing_tick, early_sums, opening_tick, run_ticks
 from jaxpipe.core.executor.traced_kind import BufferedKind, TracedKind
 from jaxpipe.core.mesh import PP, REPLICA_AXES, TP, StageLayout
 from jaxpipe.core.mesh.flags import is_trained
@@ -69,7 +69,8 @@ class DeviceProgram:
             return StepOutput(losses, None, aux, outputs, step.counts, aux_losses)
         sums = carry.embed_head_gradients, carry.layer_gradients, carry.read_gradients
         marks = fingerprint(sums).reshape((1,) * 5) if self.execution.fingerprints else None
-        gradients = params.gradients(*sums, reduced=closing is not None)
+        early = None if closing is None else early_sums(work, self.tables, closing)
+        gradients = params.gradients(*sums, early)
         if step.unscale is not None:
             gradients = jax.tree.map(lambda gradient: gradient * step.unscale, gradients)
         return StepOutput(losses, gradients, aux, outputs, step.counts, aux_losses, marks)
@@ -88,7 +89,8 @@ class DeviceProgram:
         step = self._step_data(params, x, rows, batch, variables, loss_scale, counts)
         chunks = params.chunks(self.layout, kinds, mirrored=self.layout.mirrored)
         gradients = params.gradient_shapes(chunks) if self.tables.has_gradients else None
-        work = DeviceWork(self.embed_head(step, x, rows), chunks, kinds)
+        embed_head = self.embed_head(step, x, rows, params.reduce_embed_head)
+        work = DeviceWork(embed_head, chunks, kinds)
         return work, step, first_carry(work, step, x, rows, gradients)
 
     def _kinds(
@@ -191,7 +193,9 @@ class DeviceProgram:
         total = self.total(counts, dtype)
         return jnp.where(total > 0, 1 / divisor(total), 0)
 
-    def embed_head(self, step: StepData, x: Any, rows: Tree) -> EmbedHead:
+    def embed_head(
+        self, step: StepData, x: Any, rows: Tree, reduce: Callable[[Tree], Tree]
+    ) -> EmbedHead:
         """Trace embedding and head at the shapes of `x` and `rows`."""
         functions, embed_head = self.functions, step.embed_head
         trained = is_trained(self.shardings["embed_head"])
@@ -201,6 +205,7 @@ class DeviceProgram:
             head=head,
             outputs=functions.outputs,
             split_if_trained=head.split(embed_head, x, rows) if self.tables.has_gradients else None,
+            reduce=reduce,
         )
 
 

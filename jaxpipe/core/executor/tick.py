@@ -155,12 +155,19 @@ class DeviceWork:
 
         def run() -> BackwardOutputs:
             inputs, before = self._gradient_inputs(step, carry, row, op, chunk)
-            if self.closing:
-                return self.chunks[chunk].last_gradient(op, inputs, before, read_inputs, runs)
             return self.chunks[chunk].gradient(op, inputs, before, read_inputs, in_turn=True)
 
         if self.closing:
-            return self._with_gradient(carry, op, chunk, run())
+            inputs, before = self._gradient_inputs(step, carry, row, op, chunk)
+            sums = carry.layer_gradients
+            reduced = carry.embed_head_gradients, sums[:chunk], sums[chunk + 1 :]
+            outputs, reduced = self.chunks[chunk].last_gradient(
+                op, inputs, before, read_inputs, runs, reduced
+            )
+            shared, earlier, later = reduced
+            sums = *earlier, sums[chunk], *later
+            carry = carry._replace(embed_head_gradients=shared, layer_gradients=sums)
+            return self._with_gradient(carry, op, chunk, outputs)
         outputs = lax.cond(runs, run, lambda: self._gradient_state(carry, op, chunk))
         return self._with_gradient(carry, op, chunk, outputs)
 

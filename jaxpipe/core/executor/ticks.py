@@ -5,8 +5,8 @@ left to hide the reduction, and inside the scan a tick with the reduction would 
 that adds to the same sums, so that XLA copies them. With `overlap_sums` the last tick with a
 gradient (the closing tick) runs after the scan, in no branch: pipeline ranks without a gradient in
 it, which would idle, compute one that is discarded. XLA then reduces the sums of a layer while
-the backward of earlier layers computes. Sums of chunks without a gradient in the closing tick are
-reduced from its start.
+the backward of earlier layers computes. Sums that are complete before the closing tick, as those of
+the head and of chunks without a gradient in it, are reduced from its start.
 
 All-gathers of parameters before the scan have nothing to overlap with, either. So the first tick
 with an F (the opening tick) runs before the scan, in no branch: its F gathers each layer while it
@@ -27,6 +27,7 @@ from jaxpipe.core.executor.chunk import Chunk
 from jaxpipe.core.executor.execution import Execution
 from jaxpipe.core.executor.step_data import StepData
 from jaxpipe.core.executor.tick import DeviceWork
+from jaxpipe.core.mesh.flags import merge, select
 from jaxpipe.core.schedule import TableRow, Tables
 
 
@@ -106,14 +107,24 @@ def run_ticks(
 
     scanned = jax.tree.map(lambda column: column[begin:closing], rows)
     (carry, params), _ = lax.scan(tick_with, (carry, work.params), scanned)
-    work = work.with_params(params)
+    work, early = work.with_params(params), early_sums(work, step.tables, closing)
     for tick in range(closing, step.tables.ticks):
         of_tick = replace(step, tables=_of_tick(step.tables, tick))
         if tick == closing:
-            carry = _others_reduced(work, of_tick.tables, carry)
+            carry = _others_reduced(work, of_tick.tables, early, carry)
         row = jax.tree.map(lambda column, at=tick: column[at], rows)
         carry = replace(work, closing=tick == closing).tick(of_tick, carry, row)
     return carry
+
+
+def early_sums(work: DeviceWork, tables: Tables, closing: int) -> Tree:
+    """Return whether each gradient sum of embedding and head is complete before the closing tick.
+
+    Those that layers add to are not.
+    """
+    flags = [work.embed_head.grows(jax.tree.map(lambda column: column[closing:], tables.columns))]
+    flags += [kind.split.uses_of_embed_head for kind in work.kinds if kind.kind.reads]
+    return jax.tree.map(lambda *grows: not any(grows), *flags)
 
 
 def _of_tick(tables: Tables, tick: int) -> Tables:
@@ -122,11 +133,17 @@ def _of_tick(tables: Tables, tick: int) -> Tables:
     return replace(tables, columns=columns, pairs=tables.pairs if columns.pair.any() else ())
 
 
-def _others_reduced(work: DeviceWork, closing: Tables, carry: Carry) -> Carry:
-    """Reduce the gradient sums of all chunks without a gradient in the tables of one tick."""
+def _others_reduced(work: DeviceWork, closing: Tables, early: Tree, carry: Carry) -> Carry:
+    """Reduce the gradient sums that the closing tick leaves as they are.
+
+    They are those of all chunks without a gradient in its tables, and of embedding and head those
+    with a flag in `early`.
+    """
     in_closing_tick = {chunk for _, chunk in closing.gradients}
     sums = [
         totals if chunk in in_closing_tick else work.chunks[chunk].reduce(totals)
         for chunk, totals in enumerate(carry.layer_gradients)
     ]
-    return carry._replace(layer_gradients=tuple(sums))
+    shared = carry.embed_head_gradients
+    shared = merge(early, work.embed_head.reduce(select(early, shared)), shared)
+    return carry._replace(layer_gradients=tuple(sums), embed_head_gradients=shared)

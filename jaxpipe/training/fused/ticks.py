@@ -51,7 +51,7 @@ class StepsProgram(DeviceProgram):
     def embed_head(self, *arguments: Any) -> StepsEmbedHead:
         """As of `DeviceProgram`, but steps do not add up."""
         one = super().embed_head(*arguments)
-        return StepsEmbedHead(one.embed, one.head, one.outputs, one.split)
+        return StepsEmbedHead(one.embed, one.head, one.outputs, one.split, one.reduce)
 
 
 class RankStep(NamedTuple):
@@ -201,9 +201,7 @@ class UpdatingTicks:
 
     def _gradients(self, carry: Carry) -> Tree:
         """Return this device's gradient shards from its sums."""
-        return self.own.gradients(
-            carry.embed_head_gradients, carry.layer_gradients, None, reduced=False
-        )
+        return self.own.gradients(carry.embed_head_gradients, carry.layer_gradients, None)
 
     def _square(self, gradients: Tree) -> jax.Array:
         """Return the squared norm of gradients; replicated shards count on one device only."""

@@ -41,6 +41,24 @@ def test_ticks_after_the_scan_read_the_parameters_that_it_returns():
     assert [len(eqn.outvars) for eqn in passed] == [LAYERS_EACH * 4]  # a gain and three matrices
 
 
+@pytest.mark.parametrize("lockstep", [Lockstep(), SHARED], ids=["end stages", "all ranks"])
+def test_the_head_is_reduced_beside_the_closing_tick(lockstep):
+    """Its reduction begins before the tick's products, and ends before the embedding's gradient."""
+    trace, _ = traced("1f1b", 2, 4, dp=2, lockstep=lockstep, overlap_sums=True)
+    eqns = step_of(trace.jaxpr.jaxpr).eqns
+    names = [eqn.primitive.name for eqn in eqns]
+    shapes = [[var.aval.shape for var in eqn.outvars] for eqn in eqns]
+    shard, dx = (4, 11), (2, 6, 8)  # of the head's gradient over pp, and of the activations
+    after = names.index("scan")
+    started = names.index("psum", after)
+    assert shard in shapes[started]
+    assert started < names.index("dot_general", after)
+    barriers = [at for at in range(after, len(names)) if names[at] == "optimization_barrier"]
+    (ended,) = (at for at in barriers if shard in shapes[at])
+    assert dx in shapes[ended]
+    assert ended < names.index("cond", after)
+
+
 def test_where_it_is_not_one_gradient_all_ticks_are_scanned():
     how = Execution(overlap_sums=True)
     assert closing_tick(lower(build("dualpipe", pp=2, microbatches=4)), how) is None
