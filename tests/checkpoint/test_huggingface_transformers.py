@@ -24,6 +24,7 @@ from jaxpipe.model.families.minimax_m2 import MiniMaxM2Config
 from jaxpipe.model.families.nemotron_h.config import NemotronHConfig
 from jaxpipe.model.families.olmo2 import Olmo2Config
 from jaxpipe.model.families.olmo3 import Olmo3Config
+from jaxpipe.model.families.olmo_hybrid.config import OlmoHybridConfig
 from jaxpipe.model.families.phi3 import Phi3Config
 from jaxpipe.model.families.qwen3_5 import Qwen35Config
 from jaxpipe.model.families.qwen3_next.config import Qwen3NextConfig
@@ -120,6 +121,8 @@ MODELS = {
         **SIZES, **MAMBA, layer_pattern="ME*", n_experts=8, experts_per_token=3, d_expert=24,
         shared_experts=2, router_score="sigmoid", router_bias=True, router_scale=2.5,
     ),
+    # transformers saves all convolutions in three equal parts, whatever their widths are.
+    "olmo_hybrid": OlmoHybridConfig(**SIZES, **DELTA | {"delta_key_heads": 4, "delta_key_dim": 12}),
     "bamba": BambaConfig(
         **SIZES, **MAMBA | {"head_dim": 8, "mamba_head_dim": 16}, layer_pattern="M*", rope_theta=1e4
     ),

@@ -119,6 +119,7 @@ PARAMETERS = {
     "kimi_k2": 1_026_408_232_448 - 60 * 384,
     "kimi_linear_48b_a3b": 49_122_675_072,  # without the biases of its routers, 26 * 256
     "nemotron_h_8b": 8_100_852_736,
+    "olmo_hybrid_7b": 7_430_870_688,
     "bamba_9b": 9_780_235_392,
     "granite_4_h_350m": 340_332_224,
     "nemotron_3_nano_30b_a3b": 31_577_937_344,

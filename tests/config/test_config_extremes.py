@@ -58,6 +58,8 @@ MORE = {
     "mamba_head_dim = 4\nmamba_state = 4\n",
     "granite_hybrid": "n_kv_heads = 1\nlayer_pattern = 'M*'\nhead_dim = 8\nmamba_heads = 2\n"
     "mamba_head_dim = 4\nmamba_state = 4\nn_experts = 2\nexperts_per_token = 2\n",
+    "olmo_hybrid": "n_kv_heads = 1\nattention_every = 2\nhead_dim = 8\ndelta_key_heads = 1\n"
+    "delta_value_heads = 2\ndelta_key_dim = 8\n",
     "nemotron_h": "n_kv_heads = 1\nlayer_pattern = 'ME'\nn_experts = 2\nexperts_per_token = 2\n"
     "head_dim = 8\nmamba_heads = 2\nmamba_head_dim = 4\nmamba_groups = 1\nmamba_state = 4\n",
     "deepseek_v4": "head_dim = 8\nqk_rope_head_dim = 4\nq_lora_rank = 8\no_groups = 1\n"

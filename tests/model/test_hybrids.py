@@ -10,8 +10,10 @@ from jaxpipe.model.attention.case import AttentionCase
 from jaxpipe.model.families.bamba import BambaFormat
 from jaxpipe.model.families.granite_hybrid.config import GraniteHybridConfig
 from jaxpipe.model.families.granite_hybrid.huggingface import GraniteHybridFormat
+from jaxpipe.model.families.olmo_hybrid.config import OlmoHybridConfig
+from jaxpipe.model.families.olmo_hybrid.huggingface import OlmoHybridFormat
 
-GRANITE = MODELS["packed_granite"]
+GRANITE, OLMO = MODELS["packed_granite"], MODELS["packed_olmo_hybrid"]
 BAMBA, ONE_GROUP = MODELS["bamba"], MODELS["packed_bamba"]
 BAMBA_FILE = {  # as published, with fields that have no effect
     "architectures": ["BambaForCausalLM"], "attn_layer_indices": [9, 18, 27],
@@ -38,6 +40,17 @@ GRANITE_FILE = {  # of granite-4.0-h-350m
     "rope_theta": 10000, "shared_intermediate_size": 2048, "tie_word_embeddings": True,
     "vocab_size": 100352,
 }  # fmt: skip
+OLMO_FILE = {  # of Olmo-Hybrid-7B, whose attention has no positions
+    "architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid", "vocab_size": 100352,
+    "hidden_size": 3840, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 30, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": None},
+    "linear_allow_neg_eigval": True,
+}  # fmt: skip
+FILES = {
+    BambaFormat: BAMBA_FILE,
+    GraniteHybridFormat: GRANITE_FILE,
+    OlmoHybridFormat: OLMO_FILE,
+}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +60,7 @@ GRANITE_FILE = {  # of granite-4.0-h-350m
         (ONE_GROUP, 2, {"mamba_heads": 7}, "model.mamba_heads=7 must be a multiple of"),
         (BAMBA, 1, {"sliding_window": 4}, "model.sliding_window=4 has no effect"),
         (GRANITE, 1, {"rope_theta": 1e4}, "model.rope_theta=10000.0 has no effect"),
+        (OLMO, 1, {"rotary_share": 0.5}, "model.rotary_share=0.5 has no effect"),
     ],
 )
 def test_what_is_refused(model, tp, fields, said):
@@ -64,26 +78,31 @@ def test_published_files_are_read():
     found = BambaFormat().expected(BAMBA_FILE)
     assert found["layer_pattern"] == "MMMMMMMMM*MMMMMMMM*MMMMMMMM*MMMM"
     assert (found["mamba_head_dim"], found["mamba_state"], found["rotary_share"]) == (64, 128, 0.5)
-    preset = GraniteHybridConfig(**PRESETS["granite_4_h_350m"]).resolved()
-    found = GraniteHybridFormat().expected(GRANITE_FILE)
-    assert {name: getattr(preset, name) for name in found} == found
+    for form, preset in (
+        (GraniteHybridFormat, GraniteHybridConfig(**PRESETS["granite_4_h_350m"])),
+        (OlmoHybridFormat, OlmoHybridConfig(**PRESETS["olmo_hybrid_7b"])),
+    ):
+        found = form().expected(FILES[form])
+        assert {name: getattr(preset.resolved(), name) for name in found} == found
 
 
 @pytest.mark.parametrize(
     ("form", "fields", "said"),
     [
-        (BambaFormat(), {"mamba_d_head": 32}, "mamba_expand x hidden_size=8192"),
-        (BambaFormat(), {"time_step_limit": [0.01, 0.1]}, r"time_step_limit=\[0.01, 0.1\]"),
-        (BambaFormat(), {"mamba_proj_bias": True}, "mamba_proj_bias=True"),
-        (GraniteHybridFormat(), {"position_embedding_type": "rope"}, "position_embedding_type"),
-        (GraniteHybridFormat(), {"layer_types": ["mamba", "mlp"]}, "layers of mlp"),
-        (GraniteHybridFormat(), {"num_local_experts": 4, "intermediate_size": 3}, "no multiple of"),
+        (BambaFormat, {"mamba_d_head": 32}, "mamba_expand x hidden_size=8192"),
+        (BambaFormat, {"time_step_limit": [0.01, 0.1]}, r"time_step_limit=\[0.01, 0.1\]"),
+        (BambaFormat, {"mamba_proj_bias": True}, "mamba_proj_bias=True"),
+        (GraniteHybridFormat, {"position_embedding_type": "rope"}, "position_embedding_type"),
+        (GraniteHybridFormat, {"layer_types": ["mamba", "mlp"]}, "layers of mlp"),
+        (GraniteHybridFormat, {"num_local_experts": 4, "intermediate_size": 3}, "no multiple of"),
+        (OlmoHybridFormat, {"rope_parameters": None}, "has rope_theta=10000.0, if by default"),
+        (OlmoHybridFormat, {"linear_allow_neg_eigval": False}, "linear_allow_neg_eigval=False"),
+        (OlmoHybridFormat, {"layer_types": ["full_attention"] * 31}, "every n-th layer"),
     ],
 )
 def test_what_an_import_refuses(form, fields, said):
-    file = BAMBA_FILE if form.MODEL_TYPE == "bamba" else GRANITE_FILE
     with pytest.raises(ValueError, match=said):
-        form.expected({**file, **fields})
+        form().expected({**FILES[form], **fields})
 
 
 @pytest.mark.parametrize(

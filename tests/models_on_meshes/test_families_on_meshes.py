@@ -134,6 +134,11 @@ CASES = {
         "packed_nemotron_h", "dualpipev", (2, 2, 1),
         {"ep": 2, "zero_stage": 3, "remat": "ahead"},
     ),
+    "olmo_hybrid": ("packed_olmo_hybrid", "zb_h1", (2, 1, 2), {"slices": 2, "remat": "full"}),
+    "olmo_hybrid, all": (
+        "packed_olmo_hybrid", "zbv", (2, 2, 2),
+        {"cp": 2, "heads": 2, "sequence": True, "zero_stage": 3, "poison_bubbles": True},
+    ),
     "bamba": ("bamba", "zb_h1", (2, 1, 2), {"sequence": True, "vocab_parallel": True}),
     # Devices of tp share the heads of the only group.
     "bamba, one group": ("packed_bamba", "zbv", (2, 1, 2), {"remat": "full"}),

@@ -17,6 +17,7 @@ from jaxpipe.model.families.minimax_m2 import MiniMaxM2Config
 from jaxpipe.model.families.nemotron_h.config import NemotronHConfig
 from jaxpipe.model.families.olmo2 import Olmo2Config
 from jaxpipe.model.families.olmo3 import Olmo3Config
+from jaxpipe.model.families.olmo_hybrid.config import OlmoHybridConfig
 from jaxpipe.model.families.qwen3_next.config import Qwen3NextConfig
 
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 40}
@@ -106,6 +107,9 @@ MODELS = {
     "packed_qwen3_next_runs": Qwen3NextConfig(**HYBRID | {"n_layers": 8, "attention_every": 4}),
     "packed_kimi_linear_runs": KimiLinearConfig(**KIMI | {"n_layers": 8, "attention_every": 4}),
     "nemotron_h": NemotronHConfig(**SIZES, **MAMBA, layer_pattern="M-M*"),
+    "packed_olmo_hybrid": OlmoHybridConfig(
+        **{name: size for name, size in HYBRID.items() if name not in {*MIXTURE, "d_expert"}}
+    ),
     "bamba": BambaConfig(**SIZES, **MAMBA, layer_pattern="M*"),
     "packed_bamba": BambaConfig(**SIZES, **MAMBA | {"mamba_groups": 1}, layer_pattern="M*"),
     "packed_granite": GraniteHybridConfig(

@@ -185,6 +185,10 @@ RELATIVES = {
             "moe_intermediate_size": 6, "shared_expert_intermediate_size": 12,
         },
     ),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        SIZES | _DELTA | {"rope_parameters": {"rope_theta": None}, "pad_token_id": None},
+    ),
     # Chunks end within a row; devices share one group.
     "bamba": (
         "Bamba",

@@ -4,13 +4,14 @@ import json
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 from updates import SETTINGS
 
-from jaxpipe.checkpoint.hf.naming import list_parameters
+from jaxpipe.checkpoint.hf.naming import hf_format, locate_parameters
 from jaxpipe.checkpoint.hf.parameters import model_settings
 from jaxpipe.config import from_builtins
 from jaxpipe.model.loss import IGNORE
@@ -51,7 +52,7 @@ class Record:
         read = lambda name, expert=...: theirs[name][expert]  # noqa: E731
         return {
             own.path: np.asarray(own.from_hf(read))
-            for own in list_parameters(model)
+            for own in locate_parameters(model, hf_format(model), SimpleNamespace(names=theirs))
             if not own.is_variable
         }
 

@@ -19,6 +19,7 @@ from jaxpipe.model.families.minimax_m2 import MINIMAX_M2
 from jaxpipe.model.families.nemotron_h.config import NEMOTRON_H
 from jaxpipe.model.families.olmo2 import OLMO2
 from jaxpipe.model.families.olmo3 import OLMO3
+from jaxpipe.model.families.olmo_hybrid.config import OLMO_HYBRID
 from jaxpipe.model.families.phi3 import PHI3
 from jaxpipe.model.families.qwen3_5 import QWEN3_5
 from jaxpipe.model.families.qwen3_next.config import QWEN3_NEXT
@@ -28,8 +29,8 @@ FAMILIES = {
     family.name: family
     for family in (
         LLAMA, GEMMA3, GPT_OSS, LLAMA4, OLMO2, OLMO3, GLM4, PHI3, GLM4_MOE, MINIMAX_M2, SEED_OSS,
-        EXAONE4, ERNIE4_5_MOE, QWEN3_NEXT, QWEN3_5, NEMOTRON_H, BAMBA,
-        GRANITE_HYBRID, DEEPSEEK, DEEPSEEK_V4, KIMI_LINEAR, ENGRAM, GPT2,
+        EXAONE4, ERNIE4_5_MOE, QWEN3_NEXT, QWEN3_5, OLMO_HYBRID, NEMOTRON_H, BAMBA, GRANITE_HYBRID,
+        DEEPSEEK, DEEPSEEK_V4, KIMI_LINEAR, ENGRAM, GPT2,
     )
 }  # fmt: skip
 

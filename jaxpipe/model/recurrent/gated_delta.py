@@ -80,7 +80,7 @@ class GatedDeltaNetwork(nnx.Module):
         q_BLX, k_BLX, v_BLX, z_BLX = dot(
             x_BLD, wq=self.wq[...], wk=self.wk[...], wv=self.wv[...], wz=self.wz[...]
         )
-        rate_BLH, decay_BLH = self._gates(x_BLD)
+        rate_BLH, decay_BLH = self.gates(x_BLD)
         mixed_BLHV, cache = self.mix((q_BLX, k_BLX, v_BLX), rate_BLH, decay_BLH, given)
         normed_BLHV = self.norm(mixed_BLHV).astype(wide)
         gate_BLHV = jax.nn.silu(z_BLX.astype(wide)).reshape(normed_BLHV.shape)
@@ -88,7 +88,7 @@ class GatedDeltaNetwork(nnx.Module):
         (made_BLD,) = dot(gated_BLX, wo=self.wo[...])
         return self.devices.leave(made_BLD), cache
 
-    def _gates(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def gates(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The rate of each token's correction, and the logarithm of the decay before it."""
         wide = jnp.promote_types(x_BLD.dtype, jnp.float32)
         rate_BLH = (x_BLD @ self.rate[...].astype(x_BLD.dtype)).astype(wide)
