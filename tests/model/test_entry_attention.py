@@ -203,12 +203,16 @@ def test_a_query_sees_no_later_token(kind):
     assert (y[:, 70:] != changed[:, 70:]).all()
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("kind", "most"), [("csa", 512), ("hca", 64)])
-def test_no_array_has_all_queries_and_all_entries(kind, most):
+def test_no_array_has_all_queries_and_all_entries(kind, most, packed):
     """Neither in F nor in its gradient, of 64k tokens: chosen indices alone are stored."""
     length = 65536
     attention = attention_of(kind, csa_rate=4, hca_rate=128, index_topk=512, sliding_window=128)
     x = jax.ShapeDtypeStruct((1, length, 16), jnp.float32)
-    made = jax.make_jaxpr(jax.grad(lambda x: mixed(attention, x).sum()))(x)
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    documents = RowDocuments(tokens, tokens) if packed else None
+    gradient = jax.grad(lambda x, documents: mixed(attention, x, documents).sum())
+    made = jax.make_jaxpr(gradient)(x, documents)
     sizes = [var.aval.size for eqn, *_ in eqns_of(made.jaxpr) for var in eqn.outvars]
     assert max(sizes) <= length * most < length * length // attention.rate

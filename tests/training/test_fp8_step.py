@@ -17,6 +17,8 @@ from jaxpipe.core.executor import Execution, Pipeline, step_ref
 from jaxpipe.core.mesh import ExpertParallel, ReplicaFactors, TensorParallel, make_mesh
 from jaxpipe.model.families.deepseek.config import DeepseekConfig
 from jaxpipe.model.families.deepseek.decoder import DeepseekDecoder
+from jaxpipe.model.families.deepseek_v4.config import DeepseekV4Config
+from jaxpipe.model.families.deepseek_v4.decoder import DeepseekV4Decoder
 from jaxpipe.model.families.gpt2.config import GPT2Config
 from jaxpipe.model.families.gpt2.decoder import GPT2
 from jaxpipe.model.families.kimi_linear.config import KimiLinearConfig
@@ -65,6 +67,13 @@ NEMOTRON = NemotronHDecoder, NemotronHConfig(
     **SIZES, n_kv_heads=2, head_dim=16, layer_pattern="M-M*", mamba_heads=4, mamba_head_dim=8,
     mamba_groups=2, mamba_state=16, mamba_chunk=4,
 )  # fmt: skip
+# All ways of attention, and the first layer with a table of experts.
+ENTRIES = DeepseekV4Decoder, DeepseekV4Config(
+    **SIZES, head_dim=16, qk_rope_head_dim=8, q_lora_rank=16, o_groups=2, o_lora_rank=16,
+    n_experts=4, experts_per_token=2, d_expert=16, capacity_factor=1.25, sliding_window=5,
+    attention_first=("window",), csa_rate=2, hca_rate=4, index_n_heads=8, index_head_dim=8,
+    index_topk=3, num_hash_layers=1, rope_original_positions=16, router_bias=False,
+)  # fmt: skip
 GPT = GPT2, GPT2Config(**SIZES, max_seq_len=16)
 
 
@@ -75,7 +84,7 @@ def adapted(config, sharing, ops):
 
 MODELS = {
     "llama": LLAMA, "grouped": GROUPED, "slots": SLOTS, "latent": LATENT,
-    "hybrid": HYBRID, "kimi": KIMI, "nemotron": NEMOTRON, "gpt2": GPT,
+    "hybrid": HYBRID, "kimi": KIMI, "nemotron": NEMOTRON, "entries": ENTRIES, "gpt2": GPT,
     "adapters": (adapted, LLAMA[1]),
     "slots with adapters": (adapted, SLOTS[1]),
     "grouped with adapters": (adapted, GROUPED[1]),
@@ -140,6 +149,7 @@ def wanted(model, history, microbatches):
         ("hybrid", 0, "1f1b", (2, 1, 2), False, {"remat": "full"}),
         ("kimi", 4, "zb_h1", (2, 2, 1, 2), False, {"remat": "full", "zero_stage": 2}),
         ("nemotron", 4, "zb_h1", (2, 1, 2), True, {"remat": "selective"}),
+        ("entries", 4, "zb_h1", (2, 2, 1, 2), False, {"remat": "full", "zero_stage": 2}),
     ],
 )
 def test_a_step_is_that_of_one_device(model, history, name, mesh, sequence, execution):

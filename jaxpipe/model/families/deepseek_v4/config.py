@@ -208,8 +208,16 @@ class DeepseekV4Config(RotaryConfig, frozen=True, forbid_unknown_fields=True, kw
         )
 
     def product_sizes(self, tp: int) -> dict[str, int]:
-        """Empty: the products of groups and of entries are not computed in fp8."""
-        return {}
+        """Dims of a layer's products on one of `tp` devices, by the settings that set them.
+
+        Those of groups of heads and of entries, and of the indexer, are not in 8-bit floats.
+        """
+        return super().product_sizes(tp) | {
+            "model.q_lora_rank": self.q_lora_rank,
+            "model.o_groups / parallel.tp x model.o_lora_rank": (
+                self.o_groups // tp * self.o_lora_rank
+            ),
+        }
 
     def broken_rules(self, tp: int) -> Iterator[str]:
         """Yield a sentence for every rule that the sizes break, alone or with `parallel.tp`.
