@@ -12,7 +12,10 @@ from jaxpipe.core.contract import Tree
 from jaxpipe.core.jax_internals import define_primitive
 
 # Calls that are inlined; others (loops, jax.checkpoint, shard_map) stay one opaque equation.
-_INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
+_INLINED = {
+    "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call",
+    "eval_jaxpr",  # the forward pass of a jax.checkpoint in a derivative, in jax 0.12
+}  # fmt: skip
 _SUMS = {primitives.reduce_sum_p, primitives.scatter_add_p, primitives.cumsum_p}
 _RESHAPES = {primitives.reshape_p, primitives.squeeze_p}
 _FLOAT32 = jnp.dtype("float32")

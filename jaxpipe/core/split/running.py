@@ -18,8 +18,6 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxpr_as_fun, primitives
 from jaxpipe.core.contract import Tree
 from jaxpipe.core.split.jaxpr import bind, equations_to, read, shape_of
 
-_FORWARD = "eval_jaxpr"  # of a `jax.checkpoint`, in jax 0.12
-
 
 def run_slice(
     jaxpr: Jaxpr,
@@ -40,10 +38,6 @@ def run_slice(
         args = [read(values, var) for var in eqn.invars]
         if eqn.primitive is primitives.scan_p:
             values.update(zip(eqn.outvars, _run_scan(eqn, args)))
-        elif eqn.primitive.name == _FORWARD:
-            body = eqn.params["call_jaxpr"]
-            results = run_slice(body, dict(zip(body.invars, args)), body.outvars)
-            values.update(zip(eqn.outvars, results))
         elif eqn.primitive is primitives.remat_p:
             body = _rerun(eqn.params["jaxpr"])
             bind(eqn.replace(params=eqn.params | {"jaxpr": body}), values)
