@@ -30,9 +30,27 @@ def test_a_call_costs_what_its_body_costs(call):
         for f in (layer, call(layer))
     )
     assert len(called.eqns) < len(plain.eqns)
-    assert [one.name for one in inlined(called)] == [one.name for one in inlined(plain)]
+    names = [[one.name for one in inlined(jaxpr)[0]] for jaxpr in (called, plain)]
+    assert names[0] == names[1]
     assert working_set(called) == working_set(plain)
     assert operations_of(called) == operations_of(plain)
+
+
+@pytest.mark.parametrize("call", [jax.jit, jax.checkpoint])
+def test_a_result_of_a_call_is_a_result(call):
+    """It is written, and where it is a product that is added to a sum, the sum is read."""
+
+    def both(x, w):
+        return jnp.sin(x), x @ w
+
+    plain, called = (
+        jax.make_jaxpr(lambda x, w, f=f: f(x * 2, w))(SQUARE, SQUARE).jaxpr
+        for f in (both, call(both))
+    )
+    assert working_set(called) == working_set(plain)
+    assert operations_of(called).moved > 0
+    for adds in (False, True):
+        assert operations_of(called, adds=adds) == operations_of(plain, adds=adds)
 
 
 def test_a_sum_of_two_numbers_is_no_call():
@@ -43,7 +61,7 @@ def test_a_sum_of_two_numbers_is_no_call():
         return table.at[jnp.arange(8) * 2].add(rows)
 
     traced = jax.make_jaxpr(scatter)(SQUARE, rows).jaxpr
-    assert "scatter-add" in [one.name for one in inlined(traced)]
+    assert "scatter-add" in [one.name for one in inlined(traced)[0]]
     assert operations_of(traced).moved >= 3 * 4 * 8 * 64
 
 

@@ -48,12 +48,16 @@ class Equation(NamedTuple):
         return tuple(value for value in self.operands if isinstance(value, JaxprValue))
 
 
-def inlined(jaxpr: Jaxpr) -> Iterator[Equation]:
-    """Yield the equations of a jaxpr, and those of its calls in their place.
+def inlined(jaxpr: Jaxpr) -> tuple[list[Equation], set[JaxprValue]]:
+    """Return the equations of a jaxpr with those of its calls in their place, and its results.
 
-    Every equation with a body is a call, except loops and conditions.
+    Every equation with a body is a call, except loops and conditions. Results of the jaxpr may be
+    values of its calls.
     """
-    return _inlined(jaxpr, {}, 0, count(1))
+    names: dict[Var, JaxprValue | Literal] = {}
+    equations = list(_inlined(jaxpr, names, 0, count(1)))
+    results = (names.get(var, JaxprValue(var)) for var in jaxpr.outvars if isinstance(var, Var))
+    return equations, {value for value in results if isinstance(value, JaxprValue)}
 
 
 def _inlined(

@@ -7,13 +7,13 @@ reads it that is a kernel of its own, such as a product, a collective or a loop;
 compute it again, and the values that it is computed from stay live for them.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, Literal, Var
 
 from jaxpipe.model.kernels import cudnn
-from jaxpipe.planning.cost.inlining import LOOPS, JaxprValue, bodies_of, inlined
+from jaxpipe.planning.cost.inlining import LOOPS, Equation, JaxprValue, bodies_of, inlined
 
 # Operations whose operands and results are in memory, by the beginnings of their names.
 _KERNELS = (
@@ -77,8 +77,8 @@ def working_set(
     >>> working_set(jaxpr)  # x @ up and its tanh, 10 floats each
     WorkingSet(peak=80, results=0)
     """
-    steps = list(_steps(jaxpr))
-    outputs = {JaxprValue(var) for var in jaxpr.outvars if isinstance(var, Var)}
+    equations, outputs = inlined(jaxpr)
+    steps = list(_steps(equations))
     written = _written(steps, set(map(JaxprValue, stored)), outputs)
     given = set(map(JaxprValue, live))
     sources = {value: frozenset((value,)) for value in written | given}
@@ -149,10 +149,10 @@ def _largest(steps: list[Step], begins: dict[JaxprValue, int], ends: dict[JaxprV
     return largest
 
 
-def _steps(jaxpr: Jaxpr) -> Iterator[Step]:
-    """Yield the operations of a jaxpr, and those of its calls in their place."""
+def _steps(equations: Iterable[Equation]) -> Iterator[Step]:
+    """Yield the operations of equations."""
     same: dict[JaxprValue, JaxprValue | Literal] = {}  # what barriers return
-    for eqn, operands, makes in inlined(jaxpr):
+    for eqn, operands, makes in equations:
         name = eqn.primitive.name
         operands = tuple(
             same.get(value, value) if isinstance(value, JaxprValue) else value for value in operands

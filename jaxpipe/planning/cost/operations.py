@@ -7,7 +7,7 @@ the same operands are one. A sum along rows, as of a norm, is part of the kernel
 
 from math import prod
 
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxpipe.core.split.jaxpr import JOIN
 from jaxpipe.model.kernels import cudnn, grouped_fp8
@@ -43,11 +43,10 @@ def operations_of(
     (120.0, 128.0, 4.0)
     """
     found = Operations()
-    steps = list(inlined(jaxpr))
+    steps, results = inlined(jaxpr)
     for step in steps:
         if bodies := bodies_of(step.eqn):
             found.add(_of_bodies(step.eqn, bodies, iterations))
-    results = {JaxprValue(var) for var in jaxpr.outvars if isinstance(var, Var)}
     _count_kernels(steps, results, found, adds=adds, is_loop=is_loop)
     return found
 
