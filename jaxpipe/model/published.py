@@ -17,6 +17,7 @@ class HuggingFaceTensor(NamedTuple):
         which they alternate, such as one per head; "": they follow one another undivided.
       ones: dims of the tensor, of size 1, that ours lacks, such as the second of `[X, 1, T]`, T
         taps of X channels. The other attributes hold without them.
+      is_full_name: whether `name` is complete, without the prefix of its layer.
     """
 
     name: str
@@ -24,6 +25,11 @@ class HuggingFaceTensor(NamedTuple):
     part: int = 0
     groups: str = ""
     ones: tuple[int, ...] = ()
+    is_full_name: bool = False
+
+    def within(self, prefix: str) -> "HuggingFaceTensor":
+        """The tensor with its full name, in a layer with this prefix."""
+        return self if self.is_full_name else self._replace(name=prefix + self.name)
 
 
 def fused(name: str, *paths: str) -> dict[str, HuggingFaceTensor]:

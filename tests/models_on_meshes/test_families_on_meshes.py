@@ -77,6 +77,10 @@ CASES = {
         {"cp": 2, "heads": 2, "slices": 2, "remat": "full", "sequence": True, "zero_stage": 3,
          "ep": 2, "poison_bubbles": True},
     ),
+    "qwen3_next, predictions": (
+        "packed_qwen3_next_ahead", "zb_h1", (2, 2, 2),
+        {"cp": 2, "slices": 2, "remat": "selective", "sequence": True, "zero_stage": 3, "ep": 2},
+    ),
     "qwen3_next, recomputed ahead": (
         "packed_qwen3_next", "zb_h1", (2, 2, 1), {"ep": 2, "zero_stage": 3, "remat": "ahead"},
     ),

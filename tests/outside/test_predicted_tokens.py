@@ -21,8 +21,15 @@ from jaxpipe.checkpoint.hf.streaming import StoredCheckpoint  # noqa: E402
 from jaxpipe.config import ConfigError  # noqa: E402
 
 WEIGHT = 0.3
-NAMES = "deepseek_v3", "glm4_moe"
 OWN = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head.norm"}
+# Of Qwen3-Next and Qwen3.5, by vLLM's `qwen3_next_mtp.py` and `qwen3_5_mtp.py`, whose equations are
+# those of `MtpModel`: the layer is apart from the others, and has attention.
+APART = {
+    "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc",
+    "post_norm": "norm",
+}  # fmt: skip
+QWEN = "qwen3_next", "qwen3_5", "qwen3_5_moe"
+NAMES = "deepseek_v3", "glm4_moe", *QWEN
 
 
 class Predicting(records.Record):
@@ -36,9 +43,12 @@ class Predicting(records.Record):
 def learned(model, ahead):
     """Return the parameters of the model, and of its predictions, by names of the model."""
     found, last = dict(record.learned(model)), f"model.layers.{model.config.num_hidden_layers}."
+    is_apart = model.config.model_type.startswith("qwen")
+    own, block = (APART, "layers.0.") if is_apart else (OWN, "")
     for name, one in ahead.layers[0].named_parameters():
         place, _, rest = name.partition(".")
-        found[last + (rest if place == "mtp_block" else f"{OWN[place]}.{rest}")] = one
+        rest = block + rest if place == "mtp_block" else f"{own[place]}.{rest}"
+        found[("mtp." if is_apart else last) + rest] = one
     return found
 
 
@@ -54,6 +64,8 @@ def first_step(name):
     with record.float64():
         model, (tokens, ignored) = record.build(name), record.batches()
         model.config.num_mtp_layers = 1
+        if name in QWEN:
+            model.config.mtp_layer_types = ["full_attention"]
         ahead, family = MtpModel(model, 1), model.config.model_type
         ahead.to(torch.float64)
         named = learned(model, ahead)
@@ -75,6 +87,8 @@ def first_step(name):
         (loss + WEIGHT * cross_entropy(model.lm_head(stream), targets[:, 1:])).backward()
         gradients = record.published({n: one.grad.numpy() for n, one in named.items()}, family)
     config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
+    for field in ("num_mtp_layers", "mtp_layer_types") if name in QWEN else ():
+        del config[field]  # which no published file has
     shapes = {own: array.shape for own, array in first.items()}
     kept = Predicting({
         "config": np.array(json.dumps(config)), "shapes": np.array(json.dumps(shapes)),
@@ -97,13 +111,14 @@ def test_files(tmp_path, name):
     """Its tensors have their published names; with `mtp_depth=0` they are left out."""
     _, kept = first_step(name)
     tensors, rng = kept.by_their_names("weights"), np.random.default_rng(0)
-    for place in [n.partition(".gate.")[0] for n in tensors if n.endswith("mlp.gate.weight")]:
-        tensors[f"{place}.gate.e_score_correction_bias"] = rng.normal(size=4).astype(np.float32)
-    last, hf = "model.layers.4.", tmp_path / "hf"
-    copies = {
-        f"{last}embed_tokens.weight": tensors["model.embed_tokens.weight"],
-        f"{last}shared_head.head.weight": tensors["lm_head.weight"],
-    }
+    last, hf, copies = "mtp." if name in QWEN else "model.layers.4.", tmp_path / "hf", {}
+    if name not in QWEN:
+        for place in [n.partition(".gate.")[0] for n in tensors if n.endswith("mlp.gate.weight")]:
+            tensors[f"{place}.gate.e_score_correction_bias"] = rng.normal(size=4).astype(np.float32)
+        copies = {
+            f"{last}embed_tokens.weight": tensors["model.embed_tokens.weight"],
+            f"{last}shared_head.head.weight": tensors["lm_head.weight"],
+        }
     hf.mkdir()
     save_file(tensors | copies, hf / "model.safetensors")
     (hf / "config.json").write_text(json.dumps(kept.config_json))
@@ -117,7 +132,8 @@ def test_files(tmp_path, name):
             max_positions=64, max_shard_bytes=10**9,
         )  # fmt: skip
         assert_same_bytes(all_tensors(out), held)
-        assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == depth
+        field = f"{'mtp_num_hidden' if 'qwen3_5' in name else 'num_nextn_predict'}_layers"
+        assert json.loads((out / "config.json").read_text())[field] == depth
     with pytest.raises(ConfigError, match="one further token at most"):
         export_huggingface(
             StoredCheckpoint(step), replace(model, mtp_depth=2), tmp_path, serving=ServingFiles(),

@@ -105,6 +105,7 @@ MODELS = {
     "packed_kimi_linear_deep": KimiLinearConfig(**KIMI | {"n_layers": 8}),
     # Stages of three layers of a kind in a row, and one of another.
     "packed_qwen3_next_runs": Qwen3NextConfig(**HYBRID | {"n_layers": 8, "attention_every": 4}),
+    "packed_qwen3_next_ahead": Qwen3NextConfig(**HYBRID | {"n_layers": 3}, mtp_depth=1),
     "packed_kimi_linear_runs": KimiLinearConfig(**KIMI | {"n_layers": 8, "attention_every": 4}),
     "nemotron_h": NemotronHConfig(**SIZES, **MAMBA, layer_pattern="M-M*"),
     "packed_olmo_hybrid": OlmoHybridConfig(

@@ -28,12 +28,12 @@ from jaxpipe.model.families.llama.decoder import LlamaDecoder
 from jaxpipe.model.families.nemotron_h.config import NemotronHConfig
 from jaxpipe.model.families.nemotron_h.decoder import NemotronHDecoder
 from jaxpipe.model.families.qwen3_5 import Qwen35Config
+from jaxpipe.model.families.qwen3_next.decoder import Qwen3NextDecoder
 from jaxpipe.model.kernels.grouped_fp8 import GroupedFp8
 from jaxpipe.model.layers.fp8 import Fp8
 from jaxpipe.model.layers.lora import Adapters, LoraDecoder
 from jaxpipe.model.neighbours import rows_ahead
 from jaxpipe.model.options import Ops, Sharing
-from jaxpipe.model.recurrent.decoder import DeltaDecoder
 from jaxpipe.schedules import build
 from jaxpipe.training.trainer import Trainer
 
@@ -54,7 +54,7 @@ LATENT = DeepseekDecoder, DeepseekConfig(
     d_expert=16, shared_experts=1, first_dense_layers=1, capacity_factor=1.25, mtp_depth=1,
 )  # fmt: skip
 # Layers with attention and with gated delta networks, in turn.
-HYBRID = DeltaDecoder, Qwen35Config(
+HYBRID = Qwen3NextDecoder, Qwen35Config(
     **SIZES, n_kv_heads=2, head_dim=16, attention_every=2, delta_key_heads=2, delta_value_heads=4,
     delta_key_dim=16, delta_value_dim=16, delta_chunk=4,
 )  # fmt: skip

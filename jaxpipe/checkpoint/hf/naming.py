@@ -149,7 +149,7 @@ def list_parameters(model: ModelConfig, form: HuggingFace | None = None) -> list
         for path, shape in layers[kind].items():
             number, within = model.block_of(i, path)
             tensor = form.LAYER["/".join(within)]
-            named_tensor = tensor._replace(name=form.PREFIX.format(number) + tensor.name)
+            named_tensor = tensor.within(form.PREFIX.format(number))
             parameters.append(NamedParameter(("layers", str(i), *path), shape, named_tensor))
     variables = _list_variables(model, form, built.functions.variables or {})
     return _with_widths(parameters, model) + variables
@@ -208,8 +208,7 @@ def locate_parameters(
         other = None if parameter.is_variable else form.FUSED.get("/".join(path))
         choices = [parameter]
         if other is not None:
-            named = other._replace(name=prefix + other.name)
-            choices.append(replace(parameter, hf_tensor=named))
+            choices.append(replace(parameter, hf_tensor=other.within(prefix)))
         if bare:
             choices = [_remove_prefix(form.BASE, choice) for choice in choices]
         return next((choice for choice in choices if choice.hf_names[0] in names), choices[0])

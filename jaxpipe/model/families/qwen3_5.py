@@ -10,6 +10,7 @@ from jaxpipe.model.families.qwen3_next import huggingface as qwen3_next
 from jaxpipe.model.families.qwen3_next.config import QWEN3_NEXT, Qwen3NextConfig
 from jaxpipe.model.family import Count, ModelFamily, Positive
 from jaxpipe.model.layers.moe import huggingface as experts
+from jaxpipe.model.prediction import huggingface as prediction
 from jaxpipe.model.published import HuggingFaceTensor, fused
 from jaxpipe.model.recurrent.huggingface import attention_every, layer_types
 
@@ -31,14 +32,16 @@ class Qwen35Format(qwen3_next.Qwen3NextFormat):
     ARCHITECTURES: ClassVar[tuple[str, ...]] = ("Qwen3_5ForCausalLM",)
     MODEL_TYPE: ClassVar[str] = "qwen3_5_text"
     MODELS: ClassVar[str] = "a Qwen3.5"
-    LAYER: ClassVar[Names] = {
-        **Qwen3Format.LAYER,
-        **qwen3_next.SHARED,
-        **fused("linear_attn.in_proj_qkv.weight", "delta/wq", "delta/wk", "delta/wv"),
-        "delta/wz": HuggingFaceTensor("linear_attn.in_proj_z.weight", transposed=True),
-        "delta/rate": HuggingFaceTensor("linear_attn.in_proj_b.weight", transposed=True),
-        "delta/decay": HuggingFaceTensor("linear_attn.in_proj_a.weight", transposed=True),
-    }
+    LAYER: ClassVar[Names] = prediction.with_prediction_apart(
+        {
+            **Qwen3Format.LAYER,
+            **qwen3_next.SHARED,
+            **fused("linear_attn.in_proj_qkv.weight", "delta/wq", "delta/wk", "delta/wv"),
+            "delta/wz": HuggingFaceTensor("linear_attn.in_proj_z.weight", transposed=True),
+            "delta/rate": HuggingFaceTensor("linear_attn.in_proj_b.weight", transposed=True),
+            "delta/decay": HuggingFaceTensor("linear_attn.in_proj_a.weight", transposed=True),
+        }
+    )
     FUSED: ClassVar[Names] = {}
     DEFAULTS: ClassVar[Fields] = {**qwen3_next.DELTA, "num_key_value_heads": 4, "head_dim": 256}
     CHOICES: ClassVar[Fields] = choices("rotary_share", qk_norm=True)
@@ -62,9 +65,10 @@ class Qwen35Format(qwen3_next.Qwen3NextFormat):
         """Nothing: a router's loss is of experts."""
         return {}
 
-    def own_written(self, model: LlamaConfig) -> dict[str, Any]:
-        """The type of every layer."""
-        return {"layer_types": layer_types(model)}
+    def own_written(self, model: Qwen35Config) -> dict[str, Any]:
+        """The type of every layer, and how many further tokens are predicted."""
+        prediction.check_depth(model)
+        return {"layer_types": layer_types(model), "mtp_num_hidden_layers": model.mtp_depth}
 
 
 class Qwen35MoeFormat(Qwen35Format):
@@ -73,8 +77,10 @@ class Qwen35MoeFormat(Qwen35Format):
     ARCHITECTURES: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeForCausalLM",)
     MODEL_TYPE: ClassVar[str] = "qwen3_5_moe_text"
     MODELS: ClassVar[str] = "a Qwen3.5-MoE"
-    LAYER: ClassVar[Names] = {**Qwen35Format.LAYER, **experts.LAYER, **qwen3_next.SHARED}
-    FUSED: ClassVar[Names] = experts.FUSED
+    LAYER: ClassVar[Names] = {
+        **Qwen35Format.LAYER, **experts.LAYER, **prediction.apart(experts.LAYER)
+    }  # fmt: skip
+    FUSED: ClassVar[Names] = qwen3_next.FUSED
     SIZES: ClassVar[Fields] = {
         name: ours for name, ours in LlamaFormat.SIZES.items() if name != "intermediate_size"
     }
@@ -101,8 +107,8 @@ class Qwen35MoeFormat(Qwen35Format):
         """The weight of the router's loss."""
         return experts.trained(theirs, model)
 
-    def own_written(self, model: LlamaConfig) -> dict[str, Any]:
-        """The experts, and the type of every layer."""
+    def own_written(self, model: Qwen35Config) -> dict[str, Any]:
+        """The experts, and what is written without them."""
         experts.check_expressible(model, _ONLY | {"d_ff": model.expert_width}, self.MODELS)
         return {
             **super().own_written(model), **experts.written_loss(model),

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.core.contract import Aux, Context, LayerOutput
-from jaxpipe.model.layers.parts import Dot, Init, LayerInputs, RMSNorm, within
+from jaxpipe.model.families.llama.layers import new_norm
+from jaxpipe.model.layers.parts import Dot, Init, LayerInputs, within
 from jaxpipe.model.options import LayerParts
 from jaxpipe.model.prediction.config import PredictingConfig
 
@@ -34,13 +35,12 @@ class Prediction(nnx.Module):
     def __init__(
         self, config: PredictingConfig, parts: LayerParts, init: Init, new_block: NewBlock
     ):
-        d, eps = config.d_model, config.norm_eps
-        own = parts.own(differs=parts.devices.sequence)
-        self.token_norm = RMSNorm("token_norm", d, eps, init, own)
-        self.stream_norm = RMSNorm("stream_norm", d, eps, init, own)
+        d, own = config.d_model, parts.own(differs=parts.devices.sequence)
+        self.token_norm = new_norm("token_norm", d, config, init, own)
+        self.stream_norm = new_norm("stream_norm", d, config, init, own)
         self.merge = init("merge", (2 * d, d), 0.02, own)
         self.block = new_block(init)
-        self.norm = RMSNorm("norm", d, eps, init, own)
+        self.norm = new_norm("norm", d, config, init, own)
 
     def __call__(
         self, x_BLD: jax.Array, token_BLD: jax.Array, positions_BL: jax.Array, context: Context,

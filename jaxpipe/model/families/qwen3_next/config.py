@@ -6,11 +6,15 @@ from jaxpipe.model.decoder_config import PositiveFloat
 from jaxpipe.model.families.llama.config import Share
 from jaxpipe.model.families.llama.presets import Preset, decoder_sizes
 from jaxpipe.model.family import Count, ModelFamily, Positive
+from jaxpipe.model.layers.moe.config import NotNegative
+from jaxpipe.model.prediction.config import Depth, PredictingConfig
 from jaxpipe.model.recurrent.delta_config import DeltaConfig
 from jaxpipe.model.variant import Variant
 
 
-class Qwen3NextConfig(DeltaConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Qwen3NextConfig(
+    PredictingConfig, DeltaConfig, frozen=True, forbid_unknown_fields=True, kw_only=True
+):
     """`[model]`: a Qwen3-Next, by preset or by size; most layers have a gated delta network."""
 
     family: str = "qwen3_next"
@@ -21,6 +25,10 @@ class Qwen3NextConfig(DeltaConfig, frozen=True, forbid_unknown_fields=True, kw_o
     n_experts: Positive
     experts_per_token: Positive = 10
     shared_experts: Count = 1
+    # number of further tokens that each position predicts in training (multi-token prediction), by
+    # a layer with attention; published files have 1; 0: none
+    mtp_depth: Depth = 0
+    mtp_weight: NotNegative = 0.1  # weight of the mean loss of further tokens
 
     VARIANT: ClassVar[Variant] = Variant(
         norm_offset=1.0, has_output_gate=True, has_shared_gate=True
@@ -37,6 +45,6 @@ QWEN3_NEXT = ModelFamily(
     "qwen3_next",
     Qwen3NextConfig,
     PRESETS,
-    model="jaxpipe.model.recurrent.decoder:DeltaDecoder",
+    model="jaxpipe.model.families.qwen3_next.decoder:Qwen3NextDecoder",
     huggingface="jaxpipe.model.families.qwen3_next.huggingface",
 )

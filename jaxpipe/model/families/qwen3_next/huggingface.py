@@ -3,9 +3,10 @@
 from typing import Any, ClassVar
 
 from jaxpipe.model.families.llama.architectures.qwen3_moe import Qwen3MoeFormat
-from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.families.llama.huggingface import Fields, Names, choices
+from jaxpipe.model.families.qwen3_next.config import Qwen3NextConfig
 from jaxpipe.model.layers.moe import huggingface as experts
+from jaxpipe.model.prediction import huggingface as prediction
 from jaxpipe.model.published import HuggingFaceTensor
 from jaxpipe.model.recurrent.huggingface import attention_every, check_regular, layer_types
 
@@ -41,6 +42,7 @@ DELTA: Fields = {
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
 }  # fmt: skip
+FUSED = {**experts.FUSED, **prediction.apart(experts.FUSED)}
 ONLY = {name: value for name, value in experts.ONLY_OURS.items() if name != "shared_experts"}
 
 
@@ -50,7 +52,7 @@ class Qwen3NextFormat(Qwen3MoeFormat):
     ARCHITECTURES: ClassVar[tuple[str, ...]] = ("Qwen3NextForCausalLM",)
     MODEL_TYPE: ClassVar[str] = "qwen3_next"
     MODELS: ClassVar[str] = "a Qwen3-Next"
-    LAYER: ClassVar[Names] = {
+    LAYER: ClassVar[Names] = prediction.with_prediction_apart({
         **Qwen3MoeFormat.LAYER,
         **SHARED,
         **grouped(
@@ -60,7 +62,8 @@ class Qwen3NextFormat(Qwen3MoeFormat):
         **grouped(
             f"{_OF_DELTA}in_proj_ba.weight", "delta_key_heads", "delta/rate", "delta/decay"
         ),
-    }  # fmt: skip
+    })  # fmt: skip
+    FUSED: ClassVar[Names] = FUSED
     FIELDS: ClassVar[Fields] = {
         "linear_num_key_heads": "delta_key_heads",
         "linear_num_value_heads": "delta_value_heads",
@@ -75,10 +78,12 @@ class Qwen3NextFormat(Qwen3MoeFormat):
         "shared_expert_intermediate_size": 512, **DELTA,
     }  # fmt: skip
     CHOICES: ClassVar[Fields] = choices("rotary_share", "n_experts", qk_norm=True)
+    READ: ClassVar[tuple[str, ...]] = *Qwen3MoeFormat.READ, "num_nextn_predict_layers"
 
-    def ignores(self, name: str, model: LlamaConfig) -> bool:
-        """Whether a tensor is of the layers that predict further tokens, or of images."""
-        return name.startswith("mtp.") or super().ignores(name, model)
+    def ignores(self, name: str, model: Qwen3NextConfig) -> bool:
+        """Whether a tensor is of images, or of the layer that predicts a token, if that is not."""
+        is_left_out = name.startswith(prediction.APART) and not model.mtp_depth
+        return is_left_out or super().ignores(name, model)
 
     def check_types(self, theirs: Fields, found: Fields) -> None:
         """Raise `ValueError` where layers with attention are not at regular intervals."""
@@ -89,9 +94,11 @@ class Qwen3NextFormat(Qwen3MoeFormat):
         own = {"shared_experts": shared_experts(theirs), "attention_every": attention_every(theirs)}
         return {**experts.expected(theirs), **own}
 
-    def own_written(self, model: LlamaConfig) -> dict[str, Any]:
-        """The experts, and the type of every layer."""
+    def own_written(self, model: Qwen3NextConfig) -> dict[str, Any]:
+        """The experts, the type of every layer, and how many further tokens are predicted."""
+        prediction.check_depth(model)
         return {
+            "num_nextn_predict_layers": model.mtp_depth,
             **experts.written(model, ONLY, self.MODELS),
             "shared_expert_intermediate_size": model.shared_experts * model.expert_width,
             "layer_types": layer_types(model),

@@ -99,7 +99,7 @@ def _aux_loss_per_coefficient(model: MixtureConfig) -> float:
     together, counts each of a token's K choices as 1 rather than 1 / K, and has one loss, which is
     K where loads are even. The loss here is 1 there, in each of S layers.
     """
-    return model.experts_per_token / len(model.sparse_layers)
+    return model.experts_per_token / sum(layer < model.n_layers for layer in model.sparse_layers)
 
 
 def written(
