@@ -4,7 +4,7 @@ Train, plan, profile, bench and the check for GPUs all resolve here, so they mea
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -13,7 +13,6 @@ from jaxpipe.config import Config, ConfigError
 from jaxpipe.core.schedule import (
     Costs,
     Lockstep,
-    Op,
     Placement,
     ScanBuffers,
     Schedule,
@@ -93,7 +92,7 @@ class RunPlan:
         return self.seconds.costs(
             self.layers,
             shared_by=self.config.parallel.vocab_shared_by,
-            split=any(action.op is Op.B for _, action in self.schedule.actions()),
+            split=self.schedule.splits_gradients,
             pairs=self.lockstep.pairs,
             recomputes=recomputes,
         )
@@ -297,10 +296,12 @@ def _schedule_of(
         return _build(*sizes, tuple(options.items()))
     placement = family.place_stages(parallel.pp)
     layers = layers_of(config, placement, devices)
+    costs = partial(seconds.costs, layers, shared_by=parallel.vocab_shared_by)
     options |= {
         "objective": parallel.objective,
         "effort": effort,
-        "costs": seconds.costs(layers, shared_by=parallel.vocab_shared_by),
+        "costs": costs(),
+        "unsplit_costs": costs(split=False),
     }
     if parallel.objective == "scan":
         options["lockstep"] = replace(lockstep, in_flight=None)

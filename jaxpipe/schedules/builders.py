@@ -36,7 +36,7 @@ def build(
           schedule; for the loop placement.
         costs, objective: what zb_auto, zbv, v_half and v_min are searched for (`Target`); other
           families ignore them.
-        lockstep, effort: for the searched families only (`Target`).
+        lockstep, effort, unsplit_costs: for the searched families only (`Target`).
         breadth: microbatches that a rank runs through one stage before its next; for `bfs` and the
           interleaved families.
         path: for `custom`, a file in the format of `read`.
@@ -66,7 +66,7 @@ def build(
     return schedule
 
 
-_TARGET = ("costs", "objective", "lockstep", "effort")
+_TARGET = ("costs", "objective", "lockstep", "effort", "unsplit_costs")
 
 
 def _check_options(family: ScheduleFamily, options: dict[str, Any]) -> None:

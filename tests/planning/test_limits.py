@@ -72,7 +72,8 @@ def test_seventy_billion_parameters_stay_within_a_limit(name, limit, remat):
     }
     held = most_held(plan, until_b, until_w)
     assert held <= allowed[limit] * (1 + 1e-9)
-    assert held > allowed[limit] / 2  # the limit is used
+    # The limit is used, but by 1F1B, which may be as fast: its BW recomputes once.
+    assert held > allowed[limit] / 2 or not plan.schedule.splits_gradients
 
 
 def test_others_are_refused_where_w_keeps_too_much():

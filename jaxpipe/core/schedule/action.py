@@ -271,6 +271,15 @@ class Schedule:
         """Whether residuals are recomputed by actions of their own (R), not by B."""
         return any(cell.recompute for order in self.ranks for cell in order)
 
+    @cached_property
+    def splits_gradients(self) -> bool:
+        """Whether some gradient is B and W, and not BW."""
+        return any(
+            cell.gradient is not None and cell.gradient.op is Op.B
+            for order in self.ranks
+            for cell in order
+        )
+
     @property
     def labels_stages(self) -> bool:
         """Whether labels name the stage, because a rank has several."""

@@ -40,7 +40,7 @@ class ScheduleFacts:
         if in_order:
             for_b, for_w = (peak_live(schedule, (op, Op.BW)) for op in (Op.B, Op.W))
             live = list(zip(for_b, for_w))
-        is_split = any(action.op is Op.B for _, action in schedule.actions())
+        is_split = schedule.splits_gradients
         return cls(schedule.placement, schedule.microbatches, is_split, tuple(live))
 
 

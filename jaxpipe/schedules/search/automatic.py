@@ -15,7 +15,8 @@ def zb_auto(pp: int, microbatches: int, target: Target = ANY_TARGET) -> Schedule
     """Search for the best schedule that keeps every rank within the memory limit, by default "2p".
 
     The result is no worse than zb_h1 and zb_h2, where these fit. If the objective is the time of
-    the scan, it is also no worse than 1f1b, both in order and with forwards that run ahead.
+    the scan, it is also no worse than 1f1b at its own costs (`Target.unsplit_costs`), both in order
+    and with forwards that run ahead.
 
     Raises `ScheduleError` for an unknown objective or limit, and where no microbatch fits the
     limit; the message gives the least limit that works.

@@ -20,7 +20,6 @@ from dataclasses import replace
 from itertools import islice, product
 
 from jaxpipe.core.schedule.action import Op, Schedule, ScheduleError
-from jaxpipe.core.schedule.scan import scan_time
 from jaxpipe.schedules.search.blocks import enumerate_blocks
 from jaxpipe.schedules.search.problem import (
     NEVER,
@@ -101,8 +100,7 @@ def search_schedule(
         starts.append(extend_orders(moved, m - short.microbatches))
     score, orders = _best(problem, [*replayed, *_replay(free, starts)])
     best = problem.schedule(_move_steps(problem, score, orders, share, dice)[1])
-    costs, lockstep = problem.target.costs, problem.target.lockstep
-    return min([best, *known], key=lambda schedule: scan_time(schedule, costs, lockstep))
+    return min([best, *known], key=problem.target.scan_time)
 
 
 _Replayed = list[tuple[Replay, Orders]]

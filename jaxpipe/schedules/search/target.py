@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from jaxpipe.core.schedule.action import Placement, ScheduleError
+from jaxpipe.core.schedule.action import Placement, Schedule, ScheduleError
 from jaxpipe.core.schedule.cells import Costs, MemoryCosts
 from jaxpipe.core.schedule.lockstep import PLAIN, Lockstep
+from jaxpipe.core.schedule.scan import scan_time
 
 OBJECTIVES = ("scan", "span", "makespan")
 LIMITS = ("1p", "2p")
@@ -38,6 +39,7 @@ class Target:
 
     Attributes:
       costs: times of the ops, in any one unit.
+      unsplit_costs: of a schedule that splits no gradient; None: `costs`.
       memory: memory of F, B and W, in any one unit.
       memory_limit: limit per rank in the unit of `memory`, or "1p", "2p"; None: the family's.
       objective: the time to minimize: "scan", or of asynchronous ranks, "span" (the slowest rank)
@@ -52,6 +54,12 @@ class Target:
     objective: str = "scan"
     lockstep: Lockstep = PLAIN
     effort: int | None = None
+    unsplit_costs: Costs | None = None
+
+    def scan_time(self, schedule: Schedule) -> float:
+        """Return the time of a schedule's scan."""
+        unsplit = None if schedule.splits_gradients else self.unsplit_costs
+        return scan_time(schedule, unsplit or self.costs, self.lockstep)
 
 
 ANY_TARGET = Target()
