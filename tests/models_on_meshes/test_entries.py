@@ -39,7 +39,6 @@ def test_gradients_equal_those_of_one_device(schedule, mesh, how):
             {"cp": 2, "slices": 2, "sequence": True, "ep": 2, "zero_stage": 3,
              "remat": "selective"},
         ),
-        ("dualpipe", (2, 2, 2), {"ep": 2, "remat": "ahead"}),
         ("1f1b", (4, 1, 1), {"slices": 4, "remat": "none", "poison_bubbles": True}),
         ("1f1b", (2, 1, 2), {"overlap_halves": "sequence", "sequence": True}),
     ],
