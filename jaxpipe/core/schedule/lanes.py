@@ -12,19 +12,10 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from jaxpipe.core.schedule.action import (
-    Action,
-    Cell,
-    Op,
-    Placement,
-    Schedule,
-    ScheduleError,
-    Value,
-    permute_direction,
-    produced_value,
-)
+from jaxpipe.core.schedule.action import Action, Cell, Op, Placement, Schedule, ScheduleError
 from jaxpipe.core.schedule.placing import Grid
 from jaxpipe.core.schedule.topological_order import cell_kinds
+from jaxpipe.core.schedule.values import Value, permute_direction, produced_value
 
 
 class Message(NamedTuple):

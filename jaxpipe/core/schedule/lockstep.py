@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from jaxpipe.core.schedule.action import Action, Cell, Op, Placement, ScheduleError, permute_pair
+from jaxpipe.core.schedule.action import Action, Cell, Op, Placement, ScheduleError
+from jaxpipe.core.schedule.values import permute_pair
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from jaxpipe.core.schedule.action import (
-    Cell,
-    Op,
-    Schedule,
-    ScheduleError,
-    Value,
-    external_values,
-    produced_value,
-)
+from jaxpipe.core.schedule.action import Cell, Op, Schedule, ScheduleError
+from jaxpipe.core.schedule.values import Value, external_values, produced_value
 
 
 class OrderedCell(NamedTuple):

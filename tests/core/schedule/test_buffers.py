@@ -16,8 +16,8 @@ from jaxpipe.core.schedule import (
     recompute_ahead,
     scan_buffers,
 )
-from jaxpipe.core.schedule.action import external_values, produced_value
 from jaxpipe.core.schedule.topological_order import numbered_values
+from jaxpipe.core.schedule.values import external_values, produced_value
 
 OPTIONS = list(product((1, 2), (None, 4, 8), (False, True), (False, True), (1, 2)))
 

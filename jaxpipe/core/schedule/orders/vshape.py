@@ -8,15 +8,8 @@ Parallelism with Controllable Memory", sections 3 and 4; the order of `zbv` is t
 
 import numpy as np
 
-from jaxpipe.core.schedule.action import (
-    Action,
-    Op,
-    Placement,
-    Schedule,
-    Value,
-    needed_values,
-    produced_value,
-)
+from jaxpipe.core.schedule.action import Action, Op, Placement, Schedule
+from jaxpipe.core.schedule.values import Value, needed_values, produced_value
 
 
 def zbv_order(pp: int, microbatches: int) -> Schedule:
