@@ -28,7 +28,7 @@ class EarlierTokens:
     """
 
     def __init__(self, sharing: Sharing, length: int, cache: Cache | None):
-        self.sequence, self.length, of_slice = sharing.sequence, length, length
+        self.sequence, self.length = sharing.sequence, length
         of_slice = length * self.sequence.size
         self.longest = sharing.slices * of_slice
         self.place_L = slice_positions(self.sequence, length)
