@@ -203,7 +203,7 @@ def test_steps_that_are_clipped_or_not_finite(ended, schedule):
     same(got, want)
     for number, norm in enumerate(want[1]["grad_norm"]):
         assert (norm < 0.7) == (number not in ended or ended[number] is BATCHES[3])
-    if steps.pipeline is not None:
+    if steps.overlap:
         assert ticks == ticks_of(steps, ended)
         assert ticks <= ticks_of(steps, ()) + len(ended) * ticks_of(steps, range(STEPS)) / STEPS
     more = BATCHES[1:3] + BATCHES[1:3]
