@@ -30,10 +30,11 @@ def test_a_stopped_process_is_killed_after_the_others(tree, codes):
     assert not left.stdout
 
 
-# Tests in the background of a shell ignore INT, and so would their children.
+# Tests in the background of a shell ignore INT, under nohup HUP, and so would their children.
 FOREGROUND = """
 import os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)
+for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])
 """
 # Saves for a while after a signal, or does not train yet.

@@ -231,9 +231,9 @@ def test_parts_say_what_they_are_for():
 )  # fmt: skip
 def test_bad_input_is_one_sentence(words, sentence, capsys):
     assert main([str(SMALL), "--search", *words, "train.remat=full", "parallel.schedule=1f1b"]) == 2
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert said.count("\n") == 1
+    said = capsys.readouterr().err.splitlines()
+    assert sentence in said[-1]
+    assert all(line.startswith("search: ") for line in said[:-1])  # progress, on a slow machine
 
 
 @pytest.mark.parametrize("tokens", [512, 1024])
