@@ -11,7 +11,7 @@ from jaxpipe.planning.cost.costs import costs_of
 from jaxpipe.planning.cost.trace import live_for_w
 
 IN, OUT = 3, 5
-SMALL = "tests/data/small.toml"
+SMALL, HYBRID = "tests/data/small.toml", "configs/quickstart_hybrid.toml"
 
 
 def backward(w, x, dy):
@@ -62,3 +62,16 @@ def test_a_neighbours_stash_is_live_beside_a_layer():
     dense, sparse = (kind.working["BW"] for kind in costs_of(config).kinds.values())
     assert sparse.results > dense.results > 0
     assert resolve(config).memory.working == sparse.peak + dense.results
+
+
+def test_a_later_layers_w_ends_with_the_last_collective():
+    """After that, where a gated delta network takes most, the later layer's stash is gone."""
+    how = ["model.n_layers=2", "parallel.pp=1", "parallel.ep=2", "parallel.schedule=1f1b"]
+    sizes = ["model.n_experts=4", "model.experts_per_token=2", "model.d_ff=128"]
+    delta = ["model.delta_key_dim=64", "model.delta_value_dim=64"]
+    config = load(HYBRID, [*how, *sizes, *delta, "train.remat=full", "train.loss_chunks=8"])
+    first, later = (kind.working["BW"] for kind in costs_of(config).kinds.values())
+    assert first.peak > first.sending > later.peak > later.results > 0
+    working = resolve(config).memory.working
+    until, alone = first.sending + later.results, max(first.peak, later.peak + first.results)
+    assert first.peak + later.results > working == max(until, alone)

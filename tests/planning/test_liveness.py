@@ -18,7 +18,8 @@ def counted(function, live=(), stored=()):
     """Peak and results of a function of two squares, in squares."""
     jaxpr = jax.make_jaxpr(function)(*squares(2)).jaxpr
     chosen = ([jaxpr.invars[place] for place in places] for places in (live, stored))
-    return tuple(size / SQUARE for size in working_set(jaxpr, *chosen))
+    found = working_set(jaxpr, *chosen)
+    return found.peak / SQUARE, found.results / SQUARE
 
 
 @jax.jit
@@ -84,6 +85,28 @@ def test_inputs_and_results():
     assert counted(returning, live=[1]) == counted(returning, stored=[1]) == (3, 1)
 
 
+def repeat_sum(x):
+    return jax.lax.scan(lambda carry, _: (jax.lax.psum(carry, "i"), None), x, length=2)[0]
+
+
+@pytest.mark.parametrize("add_up", [lambda x: jax.lax.psum(x, "i"), repeat_sum])
+def test_what_is_live_until_the_last_collective(add_up):
+    """What later products take does not count, also where a loop has the collective."""
+
+    def function(x, w):
+        total = add_up(x @ w)
+        first, second = total @ w, w @ total
+        return (first @ second) @ total
+
+    alone = jax.make_jaxpr(add_up, axis_env=[("i", 2)])(*squares(1)).jaxpr
+    traced = jax.make_jaxpr(function, axis_env=[("i", 2)])(*squares(2)).jaxpr
+    found, of_sum = working_set(traced), working_set(alone, live=alone.invars)
+    assert found.sending == of_sum.peak == of_sum.sending
+    assert found.peak == 4 * SQUARE > found.sending  # total, first, second and their product
+    plain = jax.make_jaxpr(chain)(*squares(2)).jaxpr
+    assert working_set(plain).sending == 0
+
+
 def squared_loss(x, w):
     return (chain(x, w) ** 2).sum()
 
@@ -121,6 +144,6 @@ def test_cudnns_gradient_of_packed_rows_has_a_workspace():
         mixed, pull = jax.vjp(attend, q, k, v)
         return pull(mixed)
 
-    peak, _ = working_set(jax.make_jaxpr(gradient)(*arrays, row, row).jaxpr)
+    peak = working_set(jax.make_jaxpr(gradient)(*arrays, row, row).jaxpr).peak
     values = 4 * 128 * 8 * 16
     assert 0 < peak - 5 * 8 * values < 10 * values

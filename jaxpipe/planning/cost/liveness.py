@@ -10,16 +10,17 @@ compute it again, and the values that it is computed from stay live for them.
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpipe.model.kernels import cudnn
 from jaxpipe.planning.cost.inlining import LOOPS, Equation, JaxprValue, bodies_of, inlined
 
+_COLLECTIVES = ("all_gather", "all_to_all", "ppermute", "psum", "reduce_scatter")
 # Operations whose operands and results are in memory, by the beginnings of their names.
 _KERNELS = (
-    "all_gather", "all_to_all", "conv_general", "cum", "dot_general", "dot_product_attention",
-    "fp8_ragged_dot", "optimization_barrier", "pallas_call", "ppermute", "psum", "ragged_dot",
-    "reduce_scatter", "scatter", "sort", "top_k", *LOOPS,
+    "conv_general", "cum", "dot_general", "dot_product_attention", "fp8_ragged_dot",
+    "optimization_barrier", "pallas_call", "ragged_dot", "scatter", "sort", "top_k",
+    *_COLLECTIVES, *LOOPS,
 )  # fmt: skip
 _REDUCTIONS = ("argmax", "argmin", "reduce_")  # read fused operands and write their results
 _PRODUCTS = ("dot_general", "ragged_dot")
@@ -34,12 +35,14 @@ class Step(NamedTuple):
       name: of the primitive.
       reads, makes: its operands and results, without literals.
       inner: bytes that it takes beside these: of its body, if it is a loop or a condition.
+      sends: whether it is a collective, or a loop or a condition with one.
     """
 
     name: str
     reads: tuple[JaxprValue, ...]
     makes: tuple[JaxprValue, ...]
     inner: int
+    sends: bool
 
     @property
     def is_fused(self) -> bool:
@@ -54,10 +57,12 @@ class WorkingSet(NamedTuple):
       peak: the most in memory at once. Results count until their last reader in the function: its
         caller adds them to something, or writes them where it has room.
       results: of results in memory: what a caller holds that writes them later.
+      sending: the most in memory until the last collective ends; 0: there is none.
     """
 
     peak: int
     results: int
+    sending: int = 0
 
 
 def working_set(
@@ -75,7 +80,7 @@ def working_set(
     ...     return jnp.sin(jnp.tanh(x @ up) @ down)
     >>> jaxpr = jax.make_jaxpr(mlp)(jnp.ones((2, 3)), jnp.ones((3, 5)), jnp.ones((5, 3))).jaxpr
     >>> working_set(jaxpr)  # x @ up and its tanh, 10 floats each
-    WorkingSet(peak=80, results=0)
+    WorkingSet(peak=80, results=0, sending=0)
     """
     equations, outputs = inlined(jaxpr)
     steps = list(_steps(equations))
@@ -93,7 +98,9 @@ def working_set(
             begins.setdefault(value, place)
             ends[value] = place
     results = sum(value.size for value in written & outputs)
-    return WorkingSet(_largest(steps, begins, ends), results)
+    held = _held(steps, begins, ends)
+    last = max((place for place, step in enumerate(steps) if step.sends), default=-1)
+    return WorkingSet(max(held, default=0), results, max(held[: last + 1], default=0))
 
 
 def _written(
@@ -129,14 +136,16 @@ def _written(
     return written
 
 
-def _largest(steps: list[Step], begins: dict[JaxprValue, int], ends: dict[JaxprValue, int]) -> int:
-    """The largest sum of live values; a loop updates in place what nothing reads after it."""
+def _held(
+    steps: list[Step], begins: dict[JaxprValue, int], ends: dict[JaxprValue, int]
+) -> list[int]:
+    """Bytes that are live at each step; a loop updates in place what nothing reads after it."""
     starting: list[list[JaxprValue]] = [[] for _ in steps]
     ending: list[list[JaxprValue]] = [[] for _ in steps]
     for value, end in ends.items():
         starting[begins[value]].append(value)
         ending[end].append(value)
-    held = largest = 0
+    held, at_steps = 0, []
     for place, step in enumerate(steps):
         held += sum(value.size for value in starting[place])
         in_place = 0
@@ -144,9 +153,9 @@ def _largest(steps: list[Step], begins: dict[JaxprValue, int], ends: dict[JaxprV
             made = sum(value.size for value in step.makes if value in ends)
             read_last = sum(value.size for value in ending[place] if value not in step.makes)
             in_place = min(made, read_last)
-        largest = max(largest, held - in_place + step.inner)
+        at_steps.append(held - in_place + step.inner)
         held -= sum(value.size for value in ending[place])
-    return largest
+    return at_steps
 
 
 def _steps(equations: Iterable[Equation]) -> Iterator[Step]:
@@ -168,4 +177,11 @@ def _steps(equations: Iterable[Equation]) -> Iterator[Step]:
             tuple(value for value in operands if isinstance(value, JaxprValue)),
             makes,
             inner[-1] if eqn.params.get("branches_platforms") else max(inner),
+            _sends(eqn),
         )
+
+
+def _sends(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a collective or has one."""
+    inner = (one for body in bodies_of(eqn) for one in body.eqns)
+    return eqn.primitive.name.startswith(_COLLECTIVES) or any(map(_sends, inner))

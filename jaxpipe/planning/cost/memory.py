@@ -122,9 +122,10 @@ def _working(config: Config, layout: "StageLayout", buffers: ScanBuffers | None)
 
     XLA may write the results of a layer to ring buffers while the next layer runs, but no later
     (`core/executor/chunk.py`). In BW, where B has collectives, W runs one layer behind B, and what
-    B recomputes one layer ahead of it, so a neighbour's stash is live beside a layer's B; elsewhere
-    XLA delays the products of W as long as they write more than they free. Of a pair, F ends with
-    the B of as many layers, beside which the W of layers before may run.
+    B recomputes one layer ahead of it, so a neighbour's stash is live beside a layer's B: that of
+    the layer behind until B's last collective, which hides its W. Elsewhere XLA delays the products
+    of W as long as they write more than they free. Of a pair, F ends with the B of as many layers,
+    beside which the W of layers before may run.
     """
     costs = costs_of(config)
     if buffers is None:
@@ -135,8 +136,11 @@ def _working(config: Config, layout: "StageLayout", buffers: ScanBuffers | None)
     def of_chunk(op: str, rings: Sequence[int]) -> int:
         layers = [of_rings[ring].working[op] for ring in rings]
         results = 0, *(layer.results for layer in layers), 0
-        around = zip(layers, results, results[2:])
-        return max(layer.peak + max(before, after) for layer, before, after in around)
+        beside = [layer.sending if op == "BW" else layer.peak for layer in layers]
+        around = zip(layers, beside, results, results[2:])
+        return max(
+            max(layer.peak + before, until + after) for layer, until, before, after in around
+        )
 
     def largest(op: str) -> int:
         chunks = map(layout.ring_slots_of, range(len(layout.chunk_kinds)))

@@ -242,10 +242,12 @@ def _layer_costs(
     experts = (EP, TP) if parallel.ep_over_tp else (EP,)
     over_ep, over_cp = sent(experts, parallel.ep), sent(ZERO_AXES, parallel.cp)
     over_tp = sent((TP,), parallel.tp)
-    peak = max(one.peak for one in working.values())  # BW does what the others do
+    of_ops = ((one.peak, one.sending) for one in working.values())
+    peak, sending = map(max, zip(*of_ops))  # BW does what the others do
     sends = any(of["B"] for of in (over_ep, over_cp, over_tp))
     gradients = _bytes([var.aval for var in ops["W"].outvars])
-    working["BW"] = WorkingSet(peak, live_for_w(both, split.handed, gradients, sends=sends))
+    handed = live_for_w(both, split.handed, gradients, sends=sends)
+    working["BW"] = WorkingSet(peak, handed, sending if sends else peak)
     return LayerCosts(
         kernels=kernels,
         exchanged=over_ep,
