@@ -38,6 +38,8 @@ CASES = [
     ("ahead", "zb_h1", (2, 2, 2, 2), {"sequence": True, "zero_stage": 2, "remat": "full"}),
     ("ahead", "dualpipe", (2, 4, 1, 2), {"cp": 2, "lockstep": PAIRED}),
     ("deepseek", "zb_h1", (2, 2, 1, 2), {"routed": True, "remat": "full"}),
+    # as on GPUs, the first F gathers parameters, and the last gradient reduces sums
+    ("deepseek", "1f1b", (2, 2, 2, 2), {"zero_stage": 1, "overlap_sums": True}),
 ]
 
 

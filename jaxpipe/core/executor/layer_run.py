@@ -17,7 +17,7 @@ from jaxpipe.core.executor.traced_kind import BufferedKind
 from jaxpipe.core.mesh import DP, ParamSharding
 from jaxpipe.core.mesh.flags import merge, select
 from jaxpipe.core.split.halves import Halves, tie
-from jaxpipe.core.split.phases import run_in_phases
+from jaxpipe.core.split.phases import run_beside_products, run_in_phases
 from jaxpipe.core.split.ports import Weights
 
 Passed = tuple[Any, ...]
@@ -191,7 +191,8 @@ class LayerRun:
           after: the layer that the action runs next; None: this is the last run.
           backward: run the last layer first.
           prefetch: gather parameters one layer ahead.
-          in_time: a layer's gather must end when the layer before it does.
+          in_time: a layer's gather must end when the layer before it does, or with the last product
+            of that layer where a collective follows it (`run_beside_products`).
           halves: of what the layers run on halves, in phases; those of an iteration of a loop are
             run by `run_in_phases`. None: there are no phases.
 
@@ -214,11 +215,14 @@ class LayerRun:
                 params = one.gather_params() if gathered is None else gathered
                 return layer(one, params, *passed)
 
-            passed = one.run_if_active(on_params, passed, halves)
-            if in_time and of_next is not None:
-                x, of_next = tie(passed[0], of_next, halves)
-                passed = x, *passed[1:]
-            return passed, of_next
+            run = partial(one.run_if_active, on_params, passed, halves)
+            if not in_time or of_next is None:
+                return run(), of_next
+            if halves is None:
+                return run_beside_products(run, of_next)
+            passed = run()
+            x, of_next = tie(passed[0], of_next, halves)
+            return (x, *passed[1:]), of_next
 
         def run_and_gather_next(step: jax.Array, state: tuple[Passed, Tree]) -> tuple[Passed, Tree]:
             after = self.at(last - step - 1 if backward else step + 1)

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, primitives
 
 from jaxpipe.core.contract import Tree
 from jaxpipe.core.split.halves import find_ties, half_named
-from jaxpipe.core.split.jaxpr import bind, read, shape_of, trace_flat, variables_in
+from jaxpipe.core.split.jaxpr import bind, equations_to, read, shape_of, trace_flat, variables_in
 
 _COLLECTIVES = {"all_gather", "all_to_all", "ppermute", "psum", "reduce_scatter"}
 _KERNELS = ("dot_product_attention", "fp8_ragged_dot", "pallas_call", "ragged_dot")
@@ -42,6 +42,34 @@ def run_in_phases(function: Callable[[], Tree]) -> Tree:
     A loop or a condition in the function is one equation; what it does is in phases where its body
     is run by this function too.
     """
+    closed, form = _trace(function)
+    return jax.tree.unflatten(form, _run(closed))
+
+
+def run_beside_products(function: Callable[[], Tree], values: Tree) -> tuple[Tree, Tree]:
+    """Return `function()`, a layer with y as the first result, and `values`, tied by a barrier.
+
+    They end with y, or with the layer's last product where a collective follows it. A gather that
+    may end with y starts with that collective, beside which nothing computes.
+    """
+    closed, form = _trace(function)
+    jaxpr, state = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts))
+    computes, sends = _largest(jaxpr, _flops), _largest(jaxpr, _sent)
+    tied, product = jaxpr.outvars[0], None
+    for eqn in equations_to(jaxpr, [tied], ()):
+        if id(eqn) in computes:
+            tied, product = jaxpr.outvars[0], eqn.outvars[0]
+        elif id(eqn) in sends and product is not None:
+            tied = product
+    for eqn in jaxpr.eqns:
+        bind(eqn, state)
+        if tied in eqn.outvars:
+            state[tied], values = lax.optimization_barrier((state[tied], values))
+    return jax.tree.unflatten(form, [read(state, var) for var in jaxpr.outvars]), values
+
+
+def _trace(function: Callable[[], Tree]) -> tuple[ClosedJaxpr, Any]:
+    """Return the flat jaxpr of `function()`, and the tree structure of its result."""
     forms = []
 
     def flat() -> list[Any]:
@@ -49,8 +77,7 @@ def run_in_phases(function: Callable[[], Tree]) -> Tree:
         forms.append(form)
         return leaves
 
-    leaves = _run(trace_flat(flat))
-    return jax.tree.unflatten(forms[0], leaves)
+    return trace_flat(flat), forms[0]
 
 
 def _run(closed: ClosedJaxpr) -> list[Any]:

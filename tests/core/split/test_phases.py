@@ -15,7 +15,7 @@ from jaxpipe.core.contract import Aux, Context, LayerKind, LayerOutput
 from jaxpipe.core.executor.layer_run import LayerRun
 from jaxpipe.core.split import POLICIES, split_layer
 from jaxpipe.core.split.halves import layer_in_halves, tie
-from jaxpipe.core.split.phases import run_in_phases
+from jaxpipe.core.split.phases import run_beside_products, run_in_phases
 from jaxpipe.core.split.split import Cotangent
 
 
@@ -170,6 +170,34 @@ def test_ties_between_layers_keep_halves_apart():
     assert phases_of(lambda x: layers_in_halves(x, 2, tied)) == free
 
 
+@pytest.mark.parametrize("has_product", [False, True])
+def test_a_gather_ends_before_a_collective_that_no_product_follows(has_product):
+    """With a product at the end of the layer it ends with y."""
+
+    def layer(x):
+        full = lax.all_gather(x, "tp", axis=1, tiled=True)
+        y = lax.psum_scatter(of(full), "tp", scatter_dimension=1, tiled=True)
+        return (jnp.sin(of(y) if has_product else y),)
+
+    def of(x):
+        return mlp(x, jnp.ones((8, 32)))
+
+    def both(x):
+        (y,), gathered = run_beside_products(lambda: layer(x), 2 * x)
+        return y, gathered
+
+    def compare(x):
+        return jnp.stack([*both(x), *layer(x), 2 * x])
+
+    before = ["gather", "dot", "dot"]
+    want = (
+        [[*before, "scatter", "dot", "dot", "sin"]] if has_product else [before, ["scatter", "sin"]]
+    )
+    assert phases_of(both, within=lambda run: run()[0]) == want
+    y, gathered, *others = on_two_devices(compare)(case(jnp.float32)[1])
+    np.testing.assert_array_equal((y, gathered), others)
+
+
 def test_a_second_half_of_sequences_starts_after_the_keys_of_the_first():
     """Its queries read them, a phase later; in other respects halves are as those of rows."""
     beside = ["dot", "dot", "gather", "scatter"]
@@ -217,13 +245,15 @@ def layers_in_halves(x, layers, tied=None, of=mlp, *, shared=False):
     return x
 
 
-def phases_of(function):
-    """Return, between barriers, the products and collectives of a function on two devices."""
+def on_two_devices(function):
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",), axis_types=(AxisType.Auto,))
-    run = jax.shard_map(
-        lambda x: run_in_phases(lambda: function(x)),
-        mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False,
-    )  # fmt: skip
+    every = PartitionSpec()
+    return jax.shard_map(function, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
+
+
+def phases_of(function, within=run_in_phases):
+    """Return, between barriers, the products and collectives of a function on two devices."""
+    run = on_two_devices(lambda x: within(lambda: function(x)))
     (outer,) = jax.make_jaxpr(run)(jnp.ones((4, 6, 8))).jaxpr.eqns
     jaxpr = outer.params["jaxpr"]
     if jaxpr.eqns[-1].primitive.name == "cond":
