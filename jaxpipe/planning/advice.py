@@ -127,10 +127,10 @@ def _advise_on_halves(best: Estimate, memory: float, hardware: Hardware) -> list
 def _least_in_halves(best: Estimate, hardware: Hardware) -> float:
     """Return a lower bound on the seconds of an estimate's step in halves, without their trace.
 
-    Proof. Halves launch more kernels, and otherwise take no less than `least_in_halves`. They keep
-    the stages, and so the work of all ranks. Where they keep the order of actions too, no cell of
-    the scan begins before the ranks that run asynchronously would begin it: it waits for the same
-    inputs and more. The update moves the same bytes.
+    Halves launch `launches_of_halves` more, and otherwise take no less than `least_in_halves`. They
+    keep the stages, and so the work of all ranks. Where they keep the order of actions too, no cell
+    of the scan begins before the ranks that run asynchronously would begin it: it waits for the
+    same inputs and more. The update moves the same bytes.
     """
     plan, seconds = best.plan, best.plan.seconds
     layer = seconds.layer.beside(launches_of_halves(plan.config, hardware))
