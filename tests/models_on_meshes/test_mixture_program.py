@@ -59,7 +59,14 @@ def test_a_step_executes_active_experts_alone(model, name, mesh, remat):
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "remat"), [("qwen", "selective"), ("narrow", "full")])
 def test_memory_is_flat_in_microbatches(model, remat):
-    """Dropless experts and capacity slots, both sharded over two replicas; long rows dominate."""
+    """Dropless experts and capacity slots, both sharded over two replicas; long rows dominate.
+
+    XLA packs temporaries into one allocation, whose gaps depend on the size of the tables: the
+    dropless step has 36 KB of gaps more with 12, 20, 24 or 40 microbatches than with 8, 16 or 32.
+    Over 256 microbatches gaps are a small part of the bound, and what a step stores for each is
+    not. At the fullest instant of its program a microbatch adds 124 bytes: integers of the tables,
+    and its losses and counts.
+    """
     length, config = 16 * LENGTH, MODELS[model]
     stream = 4 * EXAMPLES // 2 * length * config.d_model  # bytes on a device
 
@@ -69,7 +76,7 @@ def test_memory_is_flat_in_microbatches(model, remat):
         compiled = jax.jit(pipeline.step).lower(*given).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    assert (temporaries(24) - temporaries(8)) / 16 <= 0.02 * stream
+    assert (temporaries(8 + 256) - temporaries(8)) / 256 <= 0.02 * stream
 
 
 @pytest.mark.slow(unless=["*parallel.ep=4*"])
