@@ -248,8 +248,7 @@ class ModelFamily:
         """
         if not self.formats:
             raise ValueError(
-                f"the family {self.name!r} has no form at Hugging Face, in which a model could be "
-                f"exported: leave exports out, or use a model of another family."
+                f"the family {self.name!r} has no form at Hugging Face: it cannot be exported."
             )
         for form in self.formats:
             if form.describes(model):

@@ -211,8 +211,8 @@ def check_choices(model: Any, only: Mapping[str, Any], theirs: str) -> None:
     for name, value in only.items():
         if getattr(model, name) != value:
             raise ValueError(
-                f"model.{name}={getattr(model, name)!r}, but {theirs} have only {value!r}: it "
-                f"cannot be exported."
+                f"model.{name.removeprefix('has_')}={getattr(model, name)!r}, but {theirs} have "
+                f"only {value!r}: it cannot be exported."
             )
 
 

@@ -135,10 +135,25 @@ def test_a_disk_that_hesitates_does_not_keep_exports(tmp_path, monkeypatch):
 
 
 def test_an_export_is_of_a_checkpoint():
-    engram = ["model.family=engram", "model.ngram_rows=8", "model.ngram_width=4"]
-    config = configs.load(SMALL, [*engram, "checkpoint.every=4", "checkpoint.export_every=4"])
-    with pytest.raises(ConfigError, match="export_every=4: the family 'engram' has no form"):
-        check_settings(config)
     config = configs.load(SMALL, ["checkpoint.every=4", "checkpoint.export_every=6"])
     with pytest.raises(ConfigError, match="export_every=6 must be a multiple of the 4 steps"):
         check_settings(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unmet", "instead"),
+    [
+        (["family=engram", "ngram_rows=8", "ngram_width=4"], "family 'engram' has no form", ""),
+        (["family=qwen3_5", "attention_every=2", "mtp_depth=2"], "mtp_depth=2", "mtp_depth=1"),
+        (["family=glm4_moe", "n_experts=8", "mtp_depth=2"], "mtp_depth=2", "mtp_depth=1"),
+        (["family=llama4", "n_experts=4", "router_scale=2"], "router_scale=2.0", "router_scale=1"),
+    ],
+)
+def test_an_export_needs_a_model_that_hugging_face_has(overrides, unmet, instead):
+    overrides, every = [f"model.{each}" for each in overrides], "checkpoint.every=4"
+    exports = [*overrides, every, "checkpoint.export_every=4"]
+    with pytest.raises(ConfigError, match=f"export_every=4: .*{unmet}.*leave export_every out"):
+        check_settings(configs.load(SMALL, exports))
+    check_settings(configs.load(SMALL, [*overrides, every]))
+    if instead:
+        check_settings(configs.load(SMALL, [*exports, f"model.{instead}"]))

@@ -34,13 +34,15 @@ def _check_start(config: Config) -> None:
 
     `checkpoint.export_every` needs a model that Hugging Face has a form for.
     """
-    checkpoint = config.checkpoint
+    checkpoint, model = config.checkpoint, config.model
     if checkpoint.export_every:
         try:
-            FAMILIES[config.model.family].format_of(config.model)
+            longest = model.max_seq_len or config.train.seq_len
+            FAMILIES[model.family].format_of(model).written(model, "float32", longest)
         except ValueError as error:
             raise ConfigError(
-                f"checkpoint.export_every={checkpoint.export_every}: {error}"
+                f"checkpoint.export_every={checkpoint.export_every}: {str(error).rstrip('.')}; "
+                f"change the model, or leave export_every out."
             ) from error
     saves = checkpoint.every or config.train.steps
     if checkpoint.export_every % saves:
@@ -49,7 +51,7 @@ def _check_start(config: Config) -> None:
             f"steps between saves (checkpoint.every, or train.steps): an export is made of a "
             f"checkpoint; change one of them."
         )
-    fields = [f"model.{name}" for name in type(config.model).__struct_fields__]
+    fields = [f"model.{name}" for name in type(model).__struct_fields__]
     for key in checkpoint.allow_changed:
         if key not in fields:
             raise ConfigError(

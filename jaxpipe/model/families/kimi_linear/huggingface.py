@@ -198,7 +198,7 @@ def written(model: KimiLinearConfig, dtype: str, max_positions: int) -> dict[str
 
     Raises `ValueError` with a sentence where the architecture cannot express the model.
     """
-    check_choices(model, _ONLY, MODELS)
+    check_choices(model, _ONLY, f"the experts of {MODELS}")
     if not model.shared_experts:
         raise ValueError(
             "model.shared_experts=0, but a Kimi Linear has one: it cannot be exported."
