@@ -236,6 +236,7 @@ def _traffic(config: Config) -> Iterator[str]:
     """Sentences on the bytes that expert and context parallelism send over the network."""
     costs, parallel = costs_of(config), config.parallel
     for name, kind in costs.kinds.items():
+        of_kind = f" of kind {name}" if len(costs.kinds) > 1 else ""
         of_experts = f"all-to-alls over ep={parallel.ep}", kind.exchanged
         of_sequences = f"{parallel.sharing} over cp={parallel.cp}", kind.shared
         for what, sent in (of_experts, of_sequences):
@@ -245,7 +246,7 @@ def _traffic(config: Config) -> Iterator[str]:
             layers = costs.order.count(name) / parallel.pp
             step = sum(sent.values()) * layers * config.scheduled_microbatches
             yield (
-                f"{what}: MiB that a device sends for a layer and microbatch: {ops}; "
+                f"{what}: MiB that a device sends for a layer{of_kind} and microbatch: {ops}; "
                 f"{step / _GIB:,.1f} GiB in a step."
             )
 

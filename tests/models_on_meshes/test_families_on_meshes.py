@@ -219,20 +219,19 @@ def test_it_is_the_model_of_one_device(case, monkeypatch):
 
 
 def cases():
-    """Yield attention sinks, latent attention with a prediction, and hybrids under every schedule.
+    """Yield attention sinks, latent attention with a prediction, hybrids and compressed entries.
 
-    All else combines: packed documents, ring attention or shards of a recurrence, slices where the
-    schedule has them, tensor with sequence parallelism, experts and ZeRO 3 over replicas. On 4
-    ranks, where 8 devices are too few for tp and replicas, the two alternate. Two further hybrids,
-    whose layers differ from the first in their mixers alone, have half of the cases.
+    Each runs in every schedule, and all else combines: packed documents, ring attention or shards of
+    a recurrence, slices where the schedule has them, tensor with sequence parallelism, experts and
+    ZeRO 3 over replicas. On 4 ranks, where 8 devices are too few for tp and replicas, the two
+    alternate.
     """
-    recurrent = "packed_qwen3_next", "packed_kimi_linear", "packed_nemotron_h"
-    models = "packed_gpt_oss", "packed_mixture_ahead", *recurrent
+    rings = "packed_gpt_oss", "packed_mixture_ahead"
+    hybrids = "packed_qwen3_next", "packed_kimi_linear", "packed_nemotron_h"
+    models = *rings, *hybrids, "packed_entries"
     for (m, model), (s, schedule), pp in product(enumerate(models), enumerate(BUILDERS), (2, 4)):
-        if m > 2 and pp != (2, 4)[(s // 2 + m) % 2]:
-            continue
         replicas = {"cp": 2, "ep": 2, "zero_stage": 3, "reshard_after_forward": True}
-        replicas["heads"] = 0 if model in recurrent else 1
+        replicas["heads"] = 1 if model in rings else 0
         how = {"remat": list(POLICIES)[(s + m) % 3], "poison_bubbles": True}
         if FAMILIES[schedule].has_option("slices"):
             how["slices"] = 2

@@ -192,6 +192,9 @@ MODELS = {
     "entries": DeepseekV4Config(**ENTRIES),
     # Windows, and entries with the tokens before them, are longer than a shard of two tokens.
     "packed_entries": DeepseekV4Config(**ENTRIES | {"hca_rate": 2, "sliding_window": 5}),
+    "packed_entries_deep": DeepseekV4Config(
+        **ENTRIES | {"n_layers": 8, "hca_rate": 2, "sliding_window": 5}
+    ),
     "uneven": LlamaConfig(**SIZES | {"vocab_size": 41}, n_kv_heads=2),  # 2 and 4 do not divide it
     "uneven_tied": LlamaConfig(**SIZES | {"vocab_size": 33}, n_kv_heads=4, tie_embeddings=True),
     "uneven_gpt2": GPT2Config(**SIZES | {"vocab_size": 37}, max_seq_len=11),
