@@ -189,4 +189,4 @@ def test_a_plan_says_what_goes_over_the_network(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "for a token), pp=1 dp=4 ep=4" in text
     assert "stored exposed" in text
-    assert "all-to-alls over ep=4: MiB that a device sends for a layer and microbatch" in text
+    assert "over ep=4: MiB that a device sends for a layer of kind sparse and microbatch" in text
