@@ -221,9 +221,9 @@ def test_it_is_the_model_of_one_device(case, monkeypatch):
 def cases():
     """Yield attention sinks, latent attention with a prediction, hybrids and compressed entries.
 
-    Each runs in every schedule, and all else combines: packed documents, ring attention or shards of
-    a recurrence, slices where the schedule has them, tensor with sequence parallelism, experts and
-    ZeRO 3 over replicas. On 4 ranks, where 8 devices are too few for tp and replicas, the two
+    Each runs in every schedule, and all else combines: packed documents, ring attention or shards
+    of a recurrence, slices where the schedule has them, tensor with sequence parallelism, experts
+    and ZeRO 3 over replicas. On 4 ranks, where 8 devices are too few for tp and replicas, the two
     alternate.
     """
     rings = "packed_gpt_oss", "packed_mixture_ahead"
