@@ -7,7 +7,8 @@ import jax
 from jax import lax
 
 from jaxpipe.core.contract.layer import Pair
-from jaxpipe.core.executor.chunk import BackwardOutputs, ForwardOutputs, run_in_order
+from jaxpipe.core.executor.action_values import BackwardOutputs, ForwardOutputs
+from jaxpipe.core.executor.chunk import run_in_order
 
 
 def run_paired(

@@ -18,8 +18,9 @@ from jax import lax
 
 from jaxpipe.core.contract import Tree
 from jaxpipe.core.executor import buffers
+from jaxpipe.core.executor.action_values import ActionInputs, BackwardOutputs, ForwardOutputs
 from jaxpipe.core.executor.carry import Carry
-from jaxpipe.core.executor.chunk import ActionInputs, BackwardOutputs, Chunk, ForwardOutputs
+from jaxpipe.core.executor.chunk import Chunk
 from jaxpipe.core.executor.embed_head import EmbedHead
 from jaxpipe.core.executor.layer_run import LayerRun
 from jaxpipe.core.executor.paired import run_paired

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec
 from jaxpipe.core.contract import Context, StageFunctions
 from jaxpipe.core.contract.parameter import ParamSpec
 from jaxpipe.core.executor import buffers
-from jaxpipe.core.executor.chunk import ActionInputs, BackwardOutputs, Chunk, ForwardOutputs
+from jaxpipe.core.executor.action_values import ActionInputs, BackwardOutputs, ForwardOutputs
+from jaxpipe.core.executor.chunk import Chunk
 from jaxpipe.core.executor.layer_run import LayerRun
 from jaxpipe.core.executor.ring_buffers import RingArrays, RingBuffers
 from jaxpipe.core.executor.stage import EmbedHeadFunction, add_gradients
