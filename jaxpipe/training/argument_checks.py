@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.config import ConfigError
-from jaxpipe.config.sections import Temperature
+from jaxpipe.config.train import Temperature
 
 _RANGE = typing.get_args(Temperature)[1]  # as for train.loss_temperature
 
