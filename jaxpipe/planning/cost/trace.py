@@ -5,11 +5,11 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from math import lcm
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, Var
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from msgspec import structs
 
@@ -29,10 +29,10 @@ from jaxpipe.model.layers.moe.balance import REAL
 from jaxpipe.model.loss import CHOICES
 from jaxpipe.model.neighbours import neighbour_keys
 from jaxpipe.planning.cost.costs import LayerCosts, ModelCosts, Parameters, size_of
-from jaxpipe.planning.cost.inlining import bodies_of
 from jaxpipe.planning.cost.kernels import Operations
 from jaxpipe.planning.cost.liveness import WorkingSet, working_set
 from jaxpipe.planning.cost.operations import operations_of
+from jaxpipe.planning.cost.sent import collectives_in, sent_bytes
 from jaxpipe.planning.model import model_of
 
 Tree = Any
@@ -135,72 +135,6 @@ def _traced_kind(
     return _kinds[key]
 
 
-_SHARES = {  # of an operand, which a device sends to `others` of `members` devices
-    "ppermute": lambda others, members: 1.0,
-    "psum": lambda others, members: 2 * others / members,
-    "all_gather": lambda others, members: others,
-    "all_to_all": lambda others, members: others / members,
-    "reduce_scatter": lambda others, members: others / members,
-}
-
-
-class _Sends(NamedTuple):
-    """A collective, or a loop, condition or call with `bodies` that have some."""
-
-    eqn: JaxprEqn
-    bodies: "list[list[_Sends]]"
-
-
-def _collectives(jaxpr: Jaxpr) -> list[_Sends]:
-    """The collectives of a jaxpr, in the tree of its loops, conditions and calls."""
-    found = []
-    for eqn in jaxpr.eqns:
-        bodies = [_collectives(body) for body in bodies_of(eqn)]
-        if eqn.primitive.name in _SHARES or any(bodies):
-            found.append(_Sends(eqn, bodies))
-    return found
-
-
-def sent_bytes(
-    collectives: list[_Sends],
-    axes: tuple[str, ...],
-    devices: int,
-    iterations: float = 1,
-    *,
-    of: Literal["bytes", "turned", "spread", "calls"] = "bytes",
-) -> float:
-    """Bytes that each device sends in collectives over mesh axes of `devices` devices.
-
-    Collectives may be in smaller groups. A permute sends its operand, an all-to-all and a
-    reduce-scatter all of it but the device's own shard; an all-gather sends it to every other
-    device; an all-reduce is a reduce-scatter and an all-gather of the shards. Loops count as in
-    `operations_of`; of a condition the largest branch counts, and of branches for platforms the one
-    that is not for CPU. With `of="turned"` only permutes count, with "spread" only those in groups
-    of neighbours, and "calls" counts collectives.
-    """
-    total = 0.0
-    for eqn, inner in collectives:
-        name = eqn.primitive.name
-        if name not in _SHARES:
-            bodies = [sent_bytes(one, axes, devices, iterations, of=of) for one in inner]
-            if name == "cond":
-                total += bodies[-1] if eqn.params.get("branches_platforms") else max(bodies)
-            else:
-                times = {"scan": eqn.params.get("length"), "while": iterations}.get(name, 1)
-                total += sum(bodies) * times
-            continue
-        over, groups = eqn.params.get("axis_name"), eqn.params.get("axis_index_groups")
-        over = eqn.params.get("axes", ()) if over is None else over
-        is_spread = groups and groups[0][1] - groups[0][0] == 1
-        is_other = (of == "turned" and name != "ppermute") or (of == "spread" and not is_spread)
-        if axes != ((over,) if isinstance(over, str) else over) or is_other:
-            continue
-        members = len(groups[0]) if groups else devices
-        share = _SHARES[name](members - 1, members)
-        total += 1.0 if of == "calls" else _bytes([var.aval for var in eqn.invars]) * share
-    return total
-
-
 def _layer_costs(
     run: TracedKind, params: Tree, x: Any, context: Context, parameters: Parameters,
     config: Config,
@@ -232,7 +166,7 @@ def _layer_costs(
     }
     both = ops.pop("BW")
 
-    collectives = {op: _collectives(jaxpr) for op, jaxpr in ops.items()}
+    collectives = {op: collectives_in(jaxpr) for op, jaxpr in ops.items()}
 
     def sent(axes: tuple[str, ...], devices: int, **of: Any) -> dict[str, float]:
         return {"R": 0.0} | {
