@@ -1,6 +1,6 @@
 """Traces the costs of a model at the shapes of one device, on an abstract mesh."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -49,63 +49,47 @@ def trace(
         and head are not traced again.
       embed_head: costs of a configuration whose embedding and head are the same.
     """
-    known = embed_head
-    known_kinds = (
-        {name: kind for name, kind in layers.kinds.items() if name not in layers.reads}
-        if layers
-        else {}
-    )
-    model, parallel, train = model_of(config), config.parallel, config.train
+    model, parallel = model_of(config), config.parallel
     functions = in_halves(model.functions, config.halves) if config.halves else model.functions
-    ep = parallel.ep_replicas
-    sizes = {PP: parallel.pp, RP: 1, DP: lcm(parallel.cp, ep) // ep, EP: ep, TP: parallel.tp}
     order = functions.layer_kinds(config.model.pipeline_layers)
-    names = dict.fromkeys(order)
-    dtype, key = jnp.dtype(train.compute_dtype), jax.eval_shape(lambda: jax.random.key(0))
-    embed_head = jax.eval_shape(model.init_embed_head, key)
-    layers = {
-        name: jax.eval_shape(partial(model.init_layer, index=order.index(name), kind=name), key)
-        for name in names
-        if name not in known_kinds
+    kinds: dict[str, LayerCosts] = {}
+    if layers:
+        kinds |= {name: of for name, of in layers.kinds.items() if name not in layers.reads}
+    head = (embed_head.head, embed_head.head_bytes) if embed_head else None
+    of_embed_head = _parameters(model.init_embed_head, functions.embed_head_specs, of_layer=False)
+    of_layers = {
+        name: _parameters(
+            partial(model.init_layer, index=order.index(name), kind=name),
+            functions.kinds_by_name[name].param_specs,
+            of_layer=True,
+        )
+        for name in dict.fromkeys(order)
+        if name not in kinds
     }
-    leaves_of = {
-        name: param_specs_of(functions.kinds_by_name[name].param_specs, layer, of_layer=True)
-        for name, layer in layers.items()
-    }
-    embed_head_leaves = param_specs_of(functions.embed_head_specs, embed_head, of_layer=False)
-    of_embed_head = Parameters(embed_head, embed_head_leaves)
-    of_layers = {name: Parameters(layer, leaves_of[name]) for name, layer in layers.items()}
     costs: list[ModelCosts] = []
 
-    def on_device(embed_head: Tree, layers: dict[str, Tree], rows: Tree, read: Tree) -> None:
-        x = jax.eval_shape(functions.embed, embed_head, rows)
-        index, trained = jax.ShapeDtypeStruct((), jnp.int32), is_trained(embed_head_leaves)
+    def on_device(own: Tree, layers: dict[str, Tree], rows: Tree, read: Tree) -> None:
+        x = jax.eval_shape(functions.embed, own, rows)
+        index, trained = jax.ShapeDtypeStruct((), jnp.int32), is_trained(of_embed_head.specs)
         context = Context(rows, index, None, functions.variables, read)
-        traced = {}
         for name, params in layers.items():
             kind = functions.kinds_by_name[name]
             run = _traced_kind(config, name, kind, params, x, context, trained)
             seen = context._replace(state=run.state, embed_head=embed_head_of(kind, read))
-            traced[name] = _layer_costs(run, params, x, seen, of_layers[name], config)
+            kinds[name] = _layer_costs(run, params, x, seen, of_layers[name], config)
+        of_head = head or _head_costs(functions, trained, own, x, rows)
+        in_order = {name: kinds[name] for name in order}
+        reads = frozenset(name for name in order if functions.kinds_by_name[name].reads)
+        costs.append(ModelCosts(in_order, order, *of_head, _bytes(x), of_embed_head, reads))
 
-        def total(own: Tree, x: Any, rows: Tree) -> jax.Array:
-            return functions.head(merge(trained, own, embed_head), x, rows).sum()
-
-        loss_and_gradients = jax.grad(total, argnums=(0, 1), allow_int=True)
-        if known:
-            head, head_bytes = known.head, known.head_bytes
-        else:
-            jaxpr = jax.make_jaxpr(loss_and_gradients)(select(trained, embed_head), x, rows).jaxpr
-            head, head_bytes = operations_of(jaxpr, adds=True), working_set(jaxpr).peak
-        kinds = {name: traced.get(name) or known_kinds[name] for name in names}
-        reads = frozenset(name for name in names if functions.kinds_by_name[name].reads)
-        costs.append(ModelCosts(kinds, order, head, head_bytes, _bytes(x), of_embed_head, reads))
-
+    ep = parallel.ep_replicas
+    sizes = {PP: parallel.pp, RP: 1, DP: lcm(parallel.cp, ep) // ep, EP: ep, TP: parallel.tp}
+    dtype = jnp.dtype(config.train.compute_dtype)
     arguments = (
-        _shards(embed_head, embed_head_leaves, sizes, dtype),
-        {name: _shards(layer, leaves_of[name], sizes, dtype) for name, layer in layers.items()},
+        _shards(of_embed_head, sizes, dtype),
+        {name: _shards(layer, sizes, dtype) for name, layer in of_layers.items()},
         rows_of(config, functions),
-        _shards(embed_head, embed_head_leaves, sizes | {PP: 1}, dtype),
+        _shards(of_embed_head, sizes | {PP: 1}, dtype),
     )
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 5)
     run = jax.shard_map(
@@ -114,6 +98,11 @@ def trace(
     with replace_kernels():
         jax.eval_shape(run, *arguments)
     return costs[0]
+
+
+def _parameters(init: Callable[[Any], Tree], specs: Tree, *, of_layer: bool) -> Parameters:
+    shapes = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
+    return Parameters(shapes, param_specs_of(specs, shapes, of_layer=of_layer))
 
 
 _kinds: dict[tuple[Config, str], TracedKind] = {}  # without remat
@@ -206,6 +195,19 @@ def _layer_costs(
     )
 
 
+def _head_costs(
+    functions: StageFunctions, trained: Tree, embed_head: Tree, x: Any, rows: Tree
+) -> tuple[Operations, int]:
+    """Kernels of the loss with all its gradients, and bytes that it holds beside its inputs."""
+
+    def total(own: Tree, x: Any, rows: Tree) -> jax.Array:
+        return functions.head(merge(trained, own, embed_head), x, rows).sum()
+
+    loss_and_gradients = jax.grad(total, argnums=(0, 1), allow_int=True)
+    jaxpr = jax.make_jaxpr(loss_and_gradients)(select(trained, embed_head), x, rows).jaxpr
+    return operations_of(jaxpr, adds=True), working_set(jaxpr).peak
+
+
 def live_for_w(both: Jaxpr, handed: Tree, gradients: int, *, sends: bool) -> int:
     """Bytes that a layer's W keeps live while B of the layer before it runs, in BW.
 
@@ -264,7 +266,7 @@ def rows_of(config: Config, functions: StageFunctions) -> Tree:
     return rows
 
 
-def _shards(tree: Tree, leaves: Tree, sizes: dict[str, int], dtype: Any) -> Tree:
+def _shards(parameters: Parameters, sizes: dict[str, int], dtype: Any) -> Tree:
     """Shapes of the parameters as the ops of one device read them."""
 
     def shard(full: Any, leaf: ParamSpec) -> jax.ShapeDtypeStruct:
@@ -273,7 +275,7 @@ def _shards(tree: Tree, leaves: Tree, sizes: dict[str, int], dtype: Any) -> Tree
             shape[dim] = -(-shape[dim] // sizes[axis])  # an uneven vocabulary is padded
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    return jax.tree.map(shard, tree, leaves)
+    return jax.tree.map(shard, parameters.shapes, parameters.specs)
 
 
 def _bytes(tree: Tree) -> int:
