@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from msgspec.structs import fields
 
-from jaxpipe.model.families.llama.config import LlamaConfig
+from jaxpipe.model.layers.moe.config import MixtureConfig
 
 LINEAR = "linear_"  # prefix of the kinds of layers that have a recurrence in the place of attention
 
@@ -15,8 +15,10 @@ def is_linear(kind: str) -> bool:
     return kind.startswith(LINEAR)
 
 
-class HybridConfig(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[model]` of a Llama-style decoder whose `linear_` layers have a recurrence.
+class HybridConfig(MixtureConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[model]` of a decoder whose `linear_` layers have a recurrence.
+
+    A family's class derives from this one, then from that of its layers with attention.
 
     Attributes:
       UNREAD: beginnings of the names of settings that no layer reads.
@@ -60,8 +62,8 @@ class HybridConfig(LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only
         return as_attention // self.blocks * (self.blocks - linear) + of_linear * linear
 
     def flops_per_token(self, seq_len: int) -> int:
-        """As of Llama in layers with attention, and `recurrent_flops` in the others."""
-        keys = 12 * self.n_heads * self.head_size * seq_len
+        """As without recurrences in layers with attention, and `recurrent_flops` in the others."""
+        keys = 6 * self.n_heads * (self.head_size + self.value_size) * seq_len
         saved = self.linear_layers * (self.recurrent_flops - keys)
         return super().flops_per_token(seq_len) + saved
 

@@ -6,6 +6,7 @@ from typing import Self
 from msgspec.structs import replace
 
 from jaxpipe.model.attention.case import AttentionCase
+from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.family import Positive
 from jaxpipe.model.recurrent.case import unmet_by_recurrence
 from jaxpipe.model.recurrent.config import LINEAR, HybridConfig
@@ -20,7 +21,7 @@ def broken_by_chunk(tokens: int) -> Iterator[str]:
         )
 
 
-class DeltaConfig(HybridConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DeltaConfig(HybridConfig, LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[model]` of a decoder most of whose layers have a gated delta network."""
 
     # one layer in this many has attention; the others have a gated delta network

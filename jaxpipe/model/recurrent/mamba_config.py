@@ -7,13 +7,14 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from jaxpipe.model.attention.case import AttentionCase
+from jaxpipe.model.families.llama.config import LlamaConfig
 from jaxpipe.model.family import Positive
 from jaxpipe.model.layers.moe.config import NotNegative
 from jaxpipe.model.recurrent.case import unmet_by_recurrence
 from jaxpipe.model.recurrent.config import LINEAR, HybridConfig
 
 
-class MambaConfig(HybridConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class MambaConfig(HybridConfig, LlamaConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[model]` of a decoder some of whose layers have Mamba-2 in the place of attention."""
 
     # a letter for each layer: M Mamba-2, * attention; a pattern shorter than n_layers repeats

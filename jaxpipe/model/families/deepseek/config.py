@@ -133,10 +133,11 @@ class DeepseekConfig(
     def _parameters(self, experts: int) -> int:
         """Number of parameters, counting `experts` routed experts per sparse layer."""
         embed_head = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
-        matrices = self._mixer_matrices() + self.mlp_parameters(experts)
-        return matrices + self.prediction_matrices + embed_head + self._vectors()
+        matrices = self.mixer_matrices + self.mlp_parameters(experts)
+        return matrices + self.prediction_matrices + embed_head + self._vectors
 
-    def _mixer_matrices(self) -> int:
+    @property
+    def mixer_matrices(self) -> int:
         """Number of parameters of the matrices that mix tokens, in all layers."""
         own = self.blocks * self._attention_matrices()
         return own + self.indexers * self._index_matrices()
@@ -155,11 +156,17 @@ class DeepseekConfig(
         heads, width = self.index_n_heads, self.index_head_dim
         return self.q_lora_rank * heads * width + self.d_model * (heads + width)
 
+    @property
     def _vectors(self) -> int:
         """Number of parameters of all norms."""
-        layer = 2 * self.d_model + self.q_lora_rank + self.kv_lora_rank
-        own = self.blocks * layer + self.indexers * 2 * self.index_head_dim
-        return own + self.d_model + self.prediction_vectors
+        norms = (2 * self.blocks + 1) * self.d_model
+        return self.mixer_vectors + norms + self.prediction_vectors
+
+    @property
+    def mixer_vectors(self) -> int:
+        """Number of parameters of the norms within attention and indexers."""
+        attention = self.blocks * (self.q_lora_rank + self.kv_lora_rank)
+        return attention + self.indexers * 2 * self.index_head_dim
 
     def flops_per_token(self, seq_len: int) -> int:
         """6 per matrix parameter, and 6 L H S times the widths of a key and a value.
@@ -171,7 +178,7 @@ class DeepseekConfig(
         """
         head = self.vocab_size * self.d_model
         embedding = 0 if self.tie_embeddings else head
-        matrices = self.active_parameter_count() - self._vectors() - embedding
+        matrices = self.active_parameter_count() - self._vectors - embedding
         keys = self.attended_keys(seq_len)
         index = 2 * self.index_n_heads * self.index_head_dim * (seq_len + 2 * keys)
         return self.flops_of(matrices + self.mtp_depth * head, keys=keys) + self.indexers * index

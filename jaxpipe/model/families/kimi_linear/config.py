@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import ClassVar, Self
 
-from msgspec.structs import fields, replace
+from msgspec.structs import replace
 
 from jaxpipe.model.attention.case import AttentionCase
 from jaxpipe.model.decoder_config import PositiveFloat
@@ -12,15 +12,14 @@ from jaxpipe.model.families.llama.presets import Preset
 from jaxpipe.model.family import Count, ModelFamily, Positive
 from jaxpipe.model.layers.moe.config import RouterScore
 from jaxpipe.model.recurrent.case import unmet_by_recurrence
-from jaxpipe.model.recurrent.config import LINEAR, is_linear
+from jaxpipe.model.recurrent.config import LINEAR, HybridConfig
 from jaxpipe.model.recurrent.delta_config import broken_by_chunk
 from jaxpipe.model.variant import LLAMA, Variant
 
-# Prefixes of settings of DeepSeek for which no layer here has a place.
-_UNREAD = ("rope_", "mtp_", "index_", "tie_embeddings")
 
-
-class KimiLinearConfig(DeepseekConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KimiLinearConfig(
+    HybridConfig, DeepseekConfig, frozen=True, forbid_unknown_fields=True, kw_only=True
+):
     """`[model]`: a Kimi Linear, by preset or by size; most layers have Kimi delta attention.
 
     Latent attention is that of DeepSeek, in which nothing is rotated here.
@@ -45,6 +44,7 @@ class KimiLinearConfig(DeepseekConfig, frozen=True, forbid_unknown_fields=True, 
     delta_chunk: Positive = 64
 
     VARIANT: ClassVar[Variant] = LLAMA
+    UNREAD: ClassVar[tuple[str, ...]] = "rope_", "mtp_", "index_", "tie_embeddings"
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -61,11 +61,6 @@ class KimiLinearConfig(DeepseekConfig, frozen=True, forbid_unknown_fields=True, 
             LINEAR + kind if (i + 1) % self.attention_every and i != last else kind
             for i, kind in enumerate(super().layer_kinds)
         )
-
-    @property
-    def linear_layers(self) -> int:
-        """Number of layers with Kimi delta attention."""
-        return sum(map(is_linear, self.layer_kinds))
 
     @property
     def has_positions(self) -> bool:
@@ -92,31 +87,23 @@ class KimiLinearConfig(DeepseekConfig, frozen=True, forbid_unknown_fields=True, 
         """Width of its values."""
         return self.delta_head_dim
 
-    def _mixer_matrices(self) -> int:
-        """Number of parameters of the matrices that mix tokens, in all layers."""
+    @property
+    def recurrent_matrices(self) -> int:
+        """Number of parameters in the matrices of Kimi delta attention."""
         d, width = self.d_model, self.delta_head_dim
         channels = self.delta_heads * width
-        of_linear = 4 * d * channels + 2 * width * (d + channels) + d * self.delta_heads
-        linear = self.linear_layers
-        return linear * of_linear + (self.n_layers - linear) * self._attention_matrices()
+        return 4 * d * channels + 2 * width * (d + channels) + d * self.delta_heads
 
-    def _vectors(self) -> int:
-        """Number of parameters of norms, and of convolutions and decays."""
-        channels, linear = self.delta_heads * self.delta_head_dim, self.linear_layers
-        of_linear = (3 * self.delta_taps + 1) * channels + self.delta_heads + self.delta_head_dim
-        of_attention = self.q_lora_rank + self.kv_lora_rank
-        norms = (2 * self.n_layers + 1) * self.d_model
-        return norms + linear * of_linear + (self.n_layers - linear) * of_attention
+    @property
+    def recurrent_vectors(self) -> int:
+        """Number of parameters in its convolutions, decays and norm."""
+        channels = self.delta_heads * self.delta_head_dim
+        return (3 * self.delta_taps + 1) * channels + self.delta_heads + self.delta_head_dim
 
-    def flops_per_token(self, seq_len: int) -> int:
-        """As of DeepSeek in layers with latent attention, and 18 H K^2 in others.
-
-        A head's state `[K, K]` multiplies a key and a query, and a key and a correction make its
-        change.
-        """
-        keys = 6 * self.n_heads * (self.head_size + self.value_size) * seq_len
-        state = 18 * self.delta_heads * self.delta_head_dim**2
-        return super().flops_per_token(seq_len) + self.linear_layers * (state - keys)
+    @property
+    def recurrent_flops(self) -> int:
+        """18 H K^2 per token, as of a gated delta network."""
+        return 18 * self.delta_heads * self.delta_head_dim**2
 
     def part(self, tp: int) -> Self:
         """A model whose full layers have the sizes of one device's shards under `tp`."""
@@ -154,14 +141,6 @@ class KimiLinearConfig(DeepseekConfig, frozen=True, forbid_unknown_fields=True, 
                 f"devices that share a layer have whole heads; change one."
             )
         yield from broken_by_chunk(self.delta_chunk)
-        for field in fields(type(self)):
-            value = getattr(self, field.name)
-            if field.name.startswith(_UNREAD) and value != field.default:
-                yield (
-                    f"model.{field.name}={value!r} has no effect in models of the family "
-                    f"{self.family!r}, which rotate nothing, predict one token, choose no keys and "
-                    f"have a head of their own: leave it out."
-                )
 
     def broken_rotary_rules(self) -> Iterator[str]:
         """Yield nothing: no setting of rotary positions is read."""
