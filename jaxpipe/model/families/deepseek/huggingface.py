@@ -20,6 +20,7 @@ from jaxpipe.model.published import BUFFERS as BUFFERS
 from jaxpipe.model.published import (
     HuggingFaceTensor,
     architecture,
+    check_choices,
     check_known,
     check_only,
     check_quantised,
@@ -312,9 +313,4 @@ def _check_written(name: str, model: DeepseekConfig) -> None:
             f"model.n_experts={model.n_experts} with model.shared_experts={model.shared_experts}: "
             f"transformers' DeepSeek models have both kinds of experts: it cannot be exported."
         )
-    for field, value in needed.items():
-        if (ours := getattr(model, field)) != value:
-            raise ValueError(
-                f"model.{field.removeprefix('has_')}={ours!r}, but with model.router_score="
-                f"{model.router_score!r} transformers has only {value!r}: it cannot be exported."
-            )
+    check_choices(model, needed, f"models with model.router_score={model.router_score!r}")
