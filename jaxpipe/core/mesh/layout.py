@@ -35,8 +35,9 @@ class StageLayout:
       placement: pipeline rank and chunk of each stage; None: stage r on pipeline rank r. With a
         bidirectional placement only each rank's own stages are stored.
       kinds: the kind of every layer; None: all layers are of one kind.
-      unroll: layer slots of one kind in a row are a run if there are more than this many; None:
-        every layer slot is a run of its own.
+      unroll: layer slots of one kind in a row are a run if there are more than this many, all of
+        which have a layer on every pipeline rank, or none; None: every layer slot is a run of its
+        own.
       remat_layers: the ring slots that the first so many layer slots of any chunk use store other
         residuals (`Execution.remat_layers`), so these have runs and ring groups of their own.
     """
@@ -87,13 +88,18 @@ class StageLayout:
     def chunk_runs(self) -> tuple[tuple[range, ...], ...]:
         """The layer slots of every run, by chunk.
 
-        >>> StageLayout((4, 3), kinds=tuple("abbb" "bbb"), unroll=2).chunk_runs
-        ((range(0, 1), range(1, 4)),)
+        A slot that is empty on some pipeline rank needs a conditional, and XLA copies parameters
+        and gradient sums of a loop's layer into one and back.
+
+        >>> StageLayout((4, 4), kinds=tuple("abbb" "bbbb"), unroll=2).chunk_runs
+        ((range(0, 1), range(1, 4), range(4, 5)),)
         """
         first, chunks = 0, []
+        is_full = [None not in layers for layers in zip(*self.layer_table)]
         for chunk in range(len(self.chunk_kinds)):
             runs: list[range] = []
-            for _, group in groupby(map(self._form_of, self.ring_slots_of(chunk))):
+            forms = map(self._form_of, self.ring_slots_of(chunk))
+            for _, group in groupby(zip(forms, is_full[first:])):
                 end = first + len(tuple(group))
                 loops = self.unroll is not None and end - first > max(self.unroll, 1)
                 step = end - first if loops else 1
@@ -220,7 +226,7 @@ class StageLayout:
     def place_of(self, layer: int) -> tuple[int, tuple[int, ...]]:
         """The run of a layer and its index in the arrays of this run.
 
-        >>> StageLayout((1, 2)).place_of(2), StageLayout((1, 2), unroll=1).place_of(2)
+        >>> StageLayout((2, 2)).place_of(3), StageLayout((2, 2), unroll=1).place_of(3)
         ((1, (1,)), (0, (1, 1)))
         """
         rank, slot = self.slot_of(layer)
@@ -231,8 +237,8 @@ class StageLayout:
     def layers_of(self, run: int) -> dict[tuple[int, ...], int]:
         """The layers of a run by their index in its arrays.
 
-        >>> StageLayout((1, 2), unroll=1).layers_of(0)
-        {(0, 0): 0, (1, 0): 1, (1, 1): 2}
+        >>> StageLayout((2, 2), unroll=1).layers_of(0)
+        {(0, 0): 0, (0, 1): 1, (1, 0): 2, (1, 1): 3}
         """
         places = map(self.place_of, range(self.layers))
         return {index: layer for layer, (number, index) in enumerate(places) if number == run}

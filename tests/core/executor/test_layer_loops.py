@@ -19,7 +19,7 @@ from jaxpipe.core.schedule import ORDERS, Costs, Lockstep, recompute_ahead
 EXAMPLES = 2
 ZERO_3 = {"zero_stage": 3, "reshard_after_forward": True}
 AHEAD = {"recomputes": True, "remat": "full"}
-HALVES = {"layers_per_iteration": 3, "overlap_halves": "rows"}
+HALVES = {"layers_per_iteration": 2, "overlap_halves": "rows"}
 
 
 def looped(name, counts, dp=1, *, unroll=1, dtype=jnp.float32, recomputes=False, **execution):
@@ -57,14 +57,17 @@ def looped(name, counts, dp=1, *, unroll=1, dtype=jnp.float32, recomputes=False,
     + [(name, 1, {"lockstep": Lockstep(pairs=False)}) for name in ORDERS],
 )
 def test_a_loop_equals_the_reference(name, dp, execution):
-    """Stages of 3 and 4 layers, so that a slot is empty on one rank; NaN in free slots."""
+    """Stages of 3 and 5 layers, so that the slots of the second run are empty on one rank.
+
+    Free slots of ring buffers are NaN.
+    """
     with jax.enable_x64(True):
         pipeline, layout, params, layers, batch = looped(
-            name, (3, 4), dp, dtype=jnp.float64, poison_bubbles=True, **execution
+            name, (3, 5), dp, dtype=jnp.float64, poison_bubbles=True, **execution
         )
-        assert all(len(run) == 4 for run in layout.runs)
+        assert {len(run) for run in layout.runs} == {2, 3}
         losses, gradients = jax.jit(pipeline.losses_and_gradients)(params, batch)
-        assert gradients["layers"][0]["up"].shape == (2, 4, 8, 16)
+        assert gradients["layers"][0]["up"].shape == (2, 3, 8, 16)
         got = losses, gradients | {"layers": layout.unstack(gradients["layers"])}
         assert_same(got, losses_and_gradients_ref(TOY, params["embed_head"], layers, batch))
 
@@ -187,7 +190,7 @@ def test_a_loop_multiplies_as_much_as_unrolled_layers(name):
 
 
 def test_an_iteration_has_as_many_layers_as_it_is_given():
-    pipeline, _, params, _, batch = looped("1f1b", (3, 4), layers_per_iteration=2)
+    pipeline, _, params, _, batch = looped("1f1b", (4,), layers_per_iteration=2)
     jaxpr = jax.make_jaxpr(pipeline.losses_and_gradients)(params, batch).jaxpr
     of_layers = [eqn for eqn, *_ in eqns_of(jaxpr) if eqn.params.get("unroll", 1) > 1]
     assert [(eqn.params["unroll"], eqn.params["length"]) for eqn in of_layers] == [(2, 4)] * 2
