@@ -17,13 +17,13 @@ LOOPS = {
     "stages": ("quickstart", ("model.n_layers=32",), {"layer": 3}, 1),
     "two layers an iteration": ("qwen3_30b_a3b_pp2_ep4", (), {"sparse": 5}, 2),
     "a list": (
-        "quickstart", ("model.n_layers=32", "parallel.layer_split=[1,10,12,9]"), {"layer": 4}, 1,
+        "quickstart", ("model.n_layers=32", "parallel.layer_split=[1,10,12,9]"), {"layer": 3}, 1,
     ),
     "embedding and head alone": (
         "quickstart", ("model.n_layers=32", "parallel.layer_split=[0,16,16,0]"), {"layer": 4}, 1,
     ),
     "own numbers": (
-        "quickstart", ("model.n_layers=20", "parallel.first_stage_layers=2"), {"layer": 3}, 1,
+        "quickstart", ("model.n_layers=29", "parallel.first_stage_layers=2"), {"layer": 3}, 1,
     ),
     "patterns": (
         "quickstart",
