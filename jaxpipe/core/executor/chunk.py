@@ -96,7 +96,8 @@ class Chunk:
     ) -> tuple[BackwardOutputs, Tree]:
         """Run the step's last gradient action of the chunk and reduce its gradient sums.
 
-        Every pipeline rank computes it, and its results count only where the flag `runs` is set.
+        Every pipeline rank computes it, and its results count only where the flag `runs` is set;
+        layers in a cond (`LayerRun.active`) run only there.
         The gradient sums of a run are reduced as soon as the next run in backward order is
         finished, and no later computation depends on them, so the reduction overlaps with compute.
         A loop over layers reduces those of a layer itself, while it computes the next.
@@ -108,9 +109,8 @@ class Chunk:
         Returns:
           outputs of the action, and `reduced`.
         """
-        actions = self.gradient_runs(
-            op, inputs, read_inputs, in_turn=True, counts=runs, reduces=True
-        )
+        counted = Chunk(tuple(run.counted_if(runs) for run in self.runs))
+        actions = counted.gradient_runs(op, inputs, read_inputs, in_turn=True, reduces=True)
         outputs = actions[0](before)
         for place, action in zip(reversed(range(1, len(self.runs))), actions[1:]):
             outputs = action(outputs)  # of the run before `place`
@@ -135,7 +135,7 @@ class Chunk:
 
     def gradient_runs(
         self, op: Op, inputs: ActionInputs, read_inputs: ReadInputs,
-        *, in_turn: bool = False, counts: jax.Array | None = None, reduces: bool = False,
+        *, in_turn: bool = False, reduces: bool = False,
     ) -> list[Callable[[BackwardOutputs], BackwardOutputs]]:  # fmt: skip
         """Return B, W or BW of every run as functions, from the last run to the first.
 
@@ -153,7 +153,6 @@ class Chunk:
             XLA on GPU may first recompute all layers, or move every W or write to the end, and what
             that computes stays live (a third of the memory for 20 layers of a 13B model, tp=4, full
             remat). Residuals on the host are read without waiting, so that copies overlap.
-          counts: as in `LayerRun.add_gradients`.
           reduces: loops over layers reduce the gradient sums over replicas, where they can.
         """
         last = len(self.runs) - 1
@@ -163,7 +162,7 @@ class Chunk:
                 if before.next_start is not None:
                     layer = replace(layer, first=layer.first + before.next_start)
                 from_rings = read_inputs(layer, passed[-1])
-                return _layer_gradient(op, layer, params, inputs, from_rings, passed, counts)
+                return _layer_gradient(op, layer, params, inputs, from_rings, passed)
 
             after = self.runs[place - 1].end(backward=True) if place else None
             dy, rings, totals = before.dx, list(before.rings), list(before.grad_sums)
@@ -248,7 +247,7 @@ def _run_forward(
 
 def _layer_gradient(
     op: Op, layer: LayerRun, params: Tree, inputs: ActionInputs, from_rings: GradientInputs,
-    before: tuple[jax.Array, Tree, Tree, Tree, RingArrays], counts: jax.Array | None,
+    before: tuple[jax.Array, Tree, Tree, Tree, RingArrays],
 ) -> tuple[jax.Array, Tree, Tree, Tree, RingArrays]:  # fmt: skip
     """Run B, W or BW of one layer on its gathered `params`.
 
@@ -269,7 +268,7 @@ def _layer_gradient(
         gradients = split.backward_weight(
             params, context, from_rings.residuals.for_w, from_rings.stash, dlosses
         )
-        return dy, *layer.add_gradients(total, read_sums, gradients, counts), statistics, ring
+        return dy, *layer.add_gradients(total, read_sums, gradients), statistics, ring
     at_output = Cotangent(dy, from_rings.dstate, dlosses)
     stash: tuple[jax.Array, ...] = ()
     if op is Op.BW:
@@ -281,7 +280,7 @@ def _layer_gradient(
     ring = layer.kind.rings.write_backward(ring, stash, dx.state, inputs.row, layer.first)
     return (
         dx.value,
-        *layer.add_gradients(total, read_sums, gradients, counts),
+        *layer.add_gradients(total, read_sums, gradients),
         elementwise_max(statistics, dx.statistics),
         ring,
     )

@@ -47,6 +47,7 @@ class LayerRun:
         gradient of the same parameter is reduced; None: nothing waits for them.
       reduce_dtype: dtype in which an action reduces gradients over replicas; None: their own.
       unroll: layers in one iteration of a loop over them.
+      counts: a flag without which gradient sums stay as they are; None: it is set.
     """
 
     kind: BufferedKind
@@ -62,6 +63,7 @@ class LayerRun:
     reduce: Callable[[Tree], Tree] = lambda total: total
     reduce_dtype: Any = None
     unroll: int = 1
+    counts: jax.Array | None = None
 
     @property
     def layers(self) -> int:
@@ -89,6 +91,16 @@ class LayerRun:
         """Return the layer that an action runs first: the last one in `backward` order."""
         return self.at(self.layers - 1 if backward else 0)
 
+    def counted_if(self, flag: jax.Array) -> "LayerRun":
+        """Return the run such that its gradients count only where a flag is set.
+
+        Elsewhere layers in a cond of their own do not run: a selection inside the cond would read
+        the old sums of embedding and head beside the new ones, and XLA would copy them.
+        """
+        if self.active is None:
+            return replace(self, counts=flag)
+        return replace(self, active=self.active & flag)
+
     def empty_params(self) -> Tree:
         """Return zeros of the shapes of the run's gathered parameters."""
         one = jax.eval_shape(lambda: self.end(backward=False).gather_params())
@@ -103,28 +115,25 @@ class LayerRun:
             lambda sharding, shard: sharding.gather_for_compute(shard), self.shardings, self.params
         )
 
-    def add_gradients(
-        self, totals: Tree, read: Tree, gradients: Weights, counts: jax.Array | None = None
-    ) -> tuple[Tree, Tree]:
+    def add_gradients(self, totals: Tree, read: Tree, gradients: Weights) -> tuple[Tree, Tree]:
         """Return totals of the run, and of embedding and head, plus gradients of this one layer.
 
         Totals keep their dtypes. A None gradient adds nothing, and a frozen parameter has neither.
-        With `shardings`, a gradient of a dp-sharded parameter is reduced over replicas first.
+        With `shardings`, a gradient of a dp-sharded parameter is reduced over replicas first. With
+        `counts`, only the layer's own row is selected: selecting all of a run afterwards would take
+        a second accumulator.
 
         Args:
           totals: gradient accumulators of the run.
           read: those of embedding and head; None: the layer does not read them.
           gradients: of the layer.
-          counts: a flag without which the totals stay as they are; None: it is set. Only the
-            layer's own row is selected: selecting all of a run afterwards would take a second
-            accumulator.
         """
 
         def add(total: jax.Array, gradient: jax.Array | None) -> jax.Array:
             if gradient is None:
                 return total
             added = total + gradient.astype(total.dtype)
-            return added if counts is None else jnp.where(counts, added, total)
+            return added if self.counts is None else jnp.where(self.counts, added, total)
 
         def add_to_row(
             total: jax.Array, gradient: jax.Array | None, sharding: ParamSharding | None = None,

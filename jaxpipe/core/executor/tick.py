@@ -160,8 +160,10 @@ class DeviceWork:
 
         if self.closing:
             inputs, before = self._gradient_inputs(step, carry, row, op, chunk)
-            sums = carry.layer_gradients
-            reduced = carry.embed_head_gradients, sums[:chunk], sums[chunk + 1 :]
+            sums, shared = carry.layer_gradients, carry.embed_head_gradients
+            # XLA copies sums that layers add to if these sums are also held for the reductions.
+            held = None if before.read_sums is shared else shared
+            reduced = held, sums[:chunk], sums[chunk + 1 :]
             outputs, reduced = self.chunks[chunk].last_gradient(
                 op, inputs, before, read_inputs, runs, reduced
             )

@@ -4,9 +4,10 @@ Gradient sums are reduced over data-parallel replicas once per step. After the s
 left to hide the reduction, and inside the scan a tick with the reduction would be one more branch
 that adds to the same sums, so that XLA copies them. With `overlap_sums` the last tick with a
 gradient (the closing tick) runs after the scan, in no branch: pipeline ranks without a gradient in
-it, which would idle, compute one that is discarded. XLA then reduces the sums of a layer while
-the backward of earlier layers computes. Sums that are complete before the closing tick, as those of
-the head and of chunks without a gradient in it, are reduced from its start.
+it, which would idle, compute one that is discarded, without the layers that are in a cond. XLA
+then reduces the sums of a layer while the backward of earlier layers computes. Sums that are
+complete before the closing tick, as those of the head and of chunks without a gradient in it, are
+reduced from its start.
 
 All-gathers of parameters before the scan have nothing to overlap with, either. So the first tick
 with an F (the opening tick) runs before the scan, in no branch: its F gathers each layer while it

@@ -5,6 +5,7 @@ embedding, and make a loss with the head, as a module of multi-token prediction 
 decoder call the decoder's own embedding and head, which tensor-parallel devices share.
 """
 
+import re
 from dataclasses import replace
 
 import jax
@@ -58,21 +59,27 @@ def tied():
     return replace(toy(), head=head)
 
 
+def toy_pipeline(functions, schedule, dp, dtype, **execution):
+    """Return a pipeline of the toy, its layout, parameters (staged, and by layer), and batch."""
+    order = functions.order
+    each = (len(order) // schedule.stages,) * schedule.stages
+    layout = StageLayout(each, schedule.placement, order)
+    shared, layers = toy_params(0, len(order), dtype)
+    if functions.head is not TOY.head:
+        del shared["head"]
+    mesh = make_mesh(schedule.pp, dp, devices=jax.devices()[: schedule.pp * dp])
+    pipeline = Pipeline(functions, schedule, mesh, each, Execution(**execution))
+    params = {"embed_head": shared, "layers": layout.stack(layers)}
+    return pipeline, layout, params, layers, toy_batch(1, schedule.microbatches, 2 * dp)
+
+
 def check_toy(functions, schedule, dp=2, **execution):
     with jax.enable_x64(True):
-        layout = StageLayout(
-            (len(ORDER) // schedule.stages,) * schedule.stages, schedule.placement, ORDER
+        pipeline, layout, params, layers, batch = toy_pipeline(
+            functions, schedule, dp, float, **execution
         )
-        shared, layers = toy_params(0, len(ORDER), float)
-        if functions.head is not TOY.head:
-            del shared["head"]
-        batch = toy_batch(1, schedule.microbatches, 2 * dp)
-        mesh = make_mesh(schedule.pp, dp, devices=jax.devices()[: schedule.pp * dp])
-        execution = Execution(**execution)
-        pipeline = Pipeline(functions, schedule, mesh, layout.layers_per_stage, execution)
-        params = {"embed_head": shared, "layers": layout.stack(layers)}
         got = jax.jit(pipeline.step)(params, batch)
-        want = step_ref(functions, shared, layers, batch)
+        want = step_ref(functions, params["embed_head"], layers, batch)
         staged = want.gradients | {"layers": layout.stack(want.gradients["layers"])}
         assert_same(got, want._replace(gradients=staged))
         forward = jax.jit(pipeline.forward)(params, batch)
@@ -101,6 +108,25 @@ def test_on_four_ranks_however_they_are_stored(functions, stage, reshard):
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
 def test_in_a_closing_tick(name):
     check_toy(toy(), build(name, pp=2, microbatches=4), overlap_sums=True, remat="full")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_closing_tick_copies_no_sums(shared, monkeypatch):
+    """Each layer is on one rank alone, in a cond that adds to the sums of embedding and head."""
+    monkeypatch.setattr("toy.VOCAB", vocabulary := 4096)  # XLA lays small arrays out anew
+    functions = replace(toy(), order=("looks", "scores"))
+    schedule, lockstep = build("1f1b", pp=2, microbatches=2), Lockstep(vocab_parallel=shared)
+
+    def copies(**how):
+        pipeline, _, params, _, batch = toy_pipeline(
+            functions, schedule, 2, "float32", lockstep=lockstep, **how
+        )
+        step = jax.jit(pipeline.step).lower(params, batch).compile()
+        of_sums = rf"= f32\[({vocabulary},{WIDTH}|{WIDTH},{vocabulary})\]\S* (copy|select)\("
+        return len(re.findall(of_sums, step.as_text()))
+
+    assert copies(overlap_sums=True) == copies()
 
 
 @pytest.mark.slow
