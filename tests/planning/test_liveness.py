@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxpipe.model.kernels.cudnn_packed import packed_attention
@@ -50,6 +51,12 @@ def accumulate(x, w):
     return jax.lax.fori_loop(0, 3, lambda _, total: total + x @ w, jnp.tanh(x) @ w)
 
 
+def scatter(x, w):
+    """Add up the rows of a product by number."""
+    places = jax.lax.ScatterDimensionNumbers((1,), (0,), (0,))
+    return jax.lax.scatter_add(jnp.zeros_like(x), np.zeros((64, 1), np.int32), x @ w, places)
+
+
 # function and the squares that it holds
 BY_HAND = {
     "elementwise equations are fused": (lambda x, w: jnp.tanh(jnp.exp(x) + w), 0),
@@ -62,6 +69,8 @@ BY_HAND = {
     "a product is added in place": (lambda x, w: jnp.tanh(x @ w + w) @ w, 2),
     "a product reads a transposed operand": (lambda x, w: (x @ w) @ w.T, 1),
     "a barrier copies nothing": (lambda x, w: jax.lax.optimization_barrier(x @ w) @ w, 1),
+    "the caller adds what is scattered": (scatter, 1),  # the product
+    "a scatter writes where its operand is": (lambda x, w: scatter(x, w) @ w, 2),
     "the body of a loop, and its carry": (loop, 3),
     "a loop adds to its carry in place": (accumulate, 2),  # tanh(x), and then its product
 }  # fmt: skip

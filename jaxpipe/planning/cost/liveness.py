@@ -24,6 +24,7 @@ _KERNELS = (
 )  # fmt: skip
 _REDUCTIONS = ("argmax", "argmin", "reduce_")  # read fused operands and write their results
 _PRODUCTS = ("dot_general", "ragged_dot")
+_SCATTER = "scatter-add"
 _RENAMES = ("convert_element_type", "copy", "name", "reshape", "transpose")
 _SUMS = ("add", "add_any")
 
@@ -108,8 +109,8 @@ def _written(
 ) -> set[JaxprValue]:
     """The values in memory: results of operations that are not fused, and what kernels read.
 
-    A product reads a transposed operand where it is. A product that is only added to something is
-    added in place, as a gradient to its sum.
+    A product reads a transposed operand where it is, and a scatter writes where its operand is. A
+    product or scatter that is only added to something is added in place, as a gradient to its sum.
     """
     readers: dict[JaxprValue, list[Step]] = {}
     for step in steps:
@@ -121,9 +122,10 @@ def _written(
     for step in steps:
         if step.name.startswith(_KERNELS):
             of = transposed if step.name.startswith(_PRODUCTS) else {}
-            written |= {of.get(value, value) for value in step.reads} & (made | stored)
+            reads = step.reads[step.name == _SCATTER :]
+            written |= {of.get(value, value) for value in reads} & (made | stored)
     for step in steps:
-        if not step.name.startswith(_PRODUCTS):
+        if not step.name.startswith((*_PRODUCTS, _SCATTER)):
             continue
         (product,) = (last,) = step.makes
         while len(after := readers.get(last, [])) == 1 and after[0].name in _RENAMES:
