@@ -35,9 +35,9 @@ class StageLayout:
       placement: pipeline rank and chunk of each stage; None: stage r on pipeline rank r. With a
         bidirectional placement only each rank's own stages are stored.
       kinds: the kind of every layer; None: all layers are of one kind.
-      unroll: layer slots of one kind in a row are a run if there are more than this many, all of
-        which have a layer on every pipeline rank, or none; None: every layer slot is a run of its
-        own.
+      unroll: layer slots of one kind in a row are a run if there are more than this many; slots
+        that are empty on some pipeline rank are apart from the others. None: every layer slot is a
+        run of its own.
       remat_layers: the ring slots that the first so many layer slots of any chunk use store other
         residuals (`Execution.remat_layers`), so these have runs and ring groups of their own.
     """
