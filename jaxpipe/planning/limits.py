@@ -41,7 +41,7 @@ class ActivationLimit:
     """
 
     setting: str | float
-    unit: int
+    unit: float
     memory: MemoryCosts
     limit: str | float
 
@@ -99,7 +99,7 @@ def stage_memory(config: Config, layout: "StageLayout") -> MemoryCosts:
     return MemoryCosts(F=stored, B=stash + for_w - stored, W=-for_w - stash, state=state)
 
 
-def _memory_of(config: Config, layout: "StageLayout") -> tuple[int, MemoryCosts]:
+def _memory_of(config: Config, layout: "StageLayout") -> tuple[float, MemoryCosts]:
     """Bytes that a stage keeps of a microbatch from F to B, and what ops take in this unit."""
     memory = stage_memory(config, layout)
     unit = memory.F

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe import config as configs
-from jaxpipe.core.schedule import Costs, simulate
+from jaxpipe.core.schedule import Costs, Op, simulate
 from jaxpipe.planning.candidates import arrange_variant, variant_of
 from jaxpipe.planning.cost.estimate import Estimate, estimate
 from jaxpipe.planning.cost.hardware import op_seconds
@@ -68,19 +68,19 @@ class Figure:
             return planned.tokens_per_second_per_gpu
         costs = plan.costs
         if parallel.transfer_ticks == 1:
-            costs = _with_messages(costs)
+            costs = _with_messages(costs, plan.schedule.stages)
         report = simulate(plan.schedule, costs, plan.lockstep)
         time = report.max_span if parallel.objective == "span" else report.makespan
         return planned.tokens / (time + planned.mirroring + planned.update) / parallel.devices
 
 
-def _with_messages(costs: Costs) -> Costs:
+def _with_messages(costs: Costs, stages: int) -> Costs:
     """The costs of ranks that wait for each message: of F but the last stage's, B but the first's.
 
-    >>> _with_messages(Costs(F=(1, 1, 1), B=(2, 2, 2), W=(2, 2, 2), transfer=0.5)).B
+    >>> _with_messages(Costs(F=(1, 1, 1), B=(2, 2, 2), W=(2, 2, 2), transfer=0.5), 3).B
     (2, 2.5, 2.5)
     """
-    forwards, backwards = tuple(costs.F), tuple(costs.B)
+    forwards, backwards = costs.by_stage(Op.F, stages), costs.by_stage(Op.B, stages)
     return replace(
         costs,
         F=(*(seconds + costs.transfer for seconds in forwards[:-1]), forwards[-1]),
@@ -115,9 +115,9 @@ def read_figures() -> list[Figure]:
     content = tomllib.loads(text)
     common = content["settings"]["words"].split()
     return [
-        Figure(name, system["factor"], *figure, (*common, *words.split()))
+        Figure(name, system["factor"], model, machine, measured, source, (*common, *words.split()))
         for name, system in content["systems"].items()
-        for *figure, words in system["figures"]
+        for model, machine, measured, source, words in system["figures"]
     ]
 
 

@@ -206,15 +206,15 @@ def _arrange_balanced(
     Where that exceeds `parallel.memory_limit`, the plan has the next split, with smaller stages,
     that does not; raises `ScheduleError` if there is none.
     """
-    refused = None
+    refused: list[ScheduleError] = []
     for layers in balanced_splits(config, _placement_of(config), devices.hardware):
         parallel = structs.replace(config.parallel, layer_split=layers)
         concrete = structs.replace(config, parallel=parallel)
         try:
             return arrange(concrete, devices, seconds=seconds, effort=effort, paced=paced)
         except ScheduleError as error:
-            refused = refused or error
-    raise refused
+            refused = refused or [error]
+    raise refused[0]
 
 
 def layers_of(config: Config, placement: Placement, devices: Devices) -> tuple[int, ...]:

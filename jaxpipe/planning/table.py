@@ -186,8 +186,8 @@ class Plan:
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, 1))
         for column in self.columns:
-            justify = "left" if column.name in ("schedule", "head") else "right"
-            table.add_column(column.name, justify=justify, no_wrap=True)
+            is_text = column.name in ("schedule", "head")
+            table.add_column(column.name, justify="left" if is_text else "right", no_wrap=True)
         for one in sorted(self.estimates, key=lambda e: (not e.configured, e.seconds)):
             fits = one.bytes.total <= self.memory
             chosen = one.label == self.advice.best

@@ -1,7 +1,6 @@
 """Where mesh axes lie on hosts, the seconds of collectives, and the laws through measured rates."""
 
 import json
-from collections import Counter
 from importlib.resources import files
 
 import jax
@@ -141,7 +140,7 @@ def test_a_machine_with_a_table_takes_its_rates(tmp_path):
     path.write_text(json.dumps(TABLE | {"attention": faster, "device": "H200"}))
     toml = tmp_path / "mine.toml"
     toml.write_text('table = "twice.json"\nper_host = 4\n')
-    one = Operations(attentions=Counter({Attention(4096, 128, 1e12, False): 1}))
+    one = Operations(attentions={Attention(4096, 128, 1e12, False): 1})
     usual = machine("dgx-h200")
     for own in (machine(str(path)), machine(str(toml))):
         assert own.seconds(one) == pytest.approx(usual.seconds(one) / 2)

@@ -51,6 +51,14 @@ class Costs:
             case Op.R:
                 return pick(self.R)
 
+    def by_stage(self, op: Op, stages: int) -> tuple[float, ...]:
+        """Return the time of an op on every stage.
+
+        >>> Costs(F=(1.0, 2.0)).by_stage(Op.F, 2), Costs().by_stage(Op.W, 2)
+        ((1.0, 2.0), (1.0, 1.0))
+        """
+        return tuple(self.action_time(Action(op, stage, 0)) for stage in range(stages))
+
     def cell_time(self, cell: Cell) -> float:
         """Return the time of a cell."""
         overlaps = cell.forward and cell.gradient and cell.gradient.op is Op.BW

@@ -64,7 +64,7 @@ def least_seconds(facts: ScheduleFacts, costs: Costs) -> float:
     for op in ("F", "B", "W"):
         hidden = getattr(costs.exchange, op) if costs.exchange else (0.0,) * placement.stages
         seconds.append([all_ - part for all_, part in zip(getattr(costs, op), hidden)])
-    recomputed = (costs.R,) * placement.stages if isinstance(costs.R, float | int) else costs.R
+    recomputed = costs.by_stage(Op.R, placement.stages)
     work = [sum(ops) for ops in zip(*seconds, recomputed)]
     if placement.mirrored_from is not None:
         return forwards * sum(work) / placement.pp

@@ -6,6 +6,7 @@ chain, in which nothing is left to run beside a collective, unless layers run in
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from jaxpipe.config import Config
 from jaxpipe.planning.cost.compute import OPS, seconds_by_kind
@@ -44,7 +45,7 @@ def sharing_of(config: Config, hardware: Hardware) -> LayerSeconds:
             seconds += max(0.0, hardware.neighbour(turned, group) - behind[op])
         return seconds
 
-    return LayerSeconds(**{op: costs.mean(lambda kind, op=op: waits(kind, op)) for op in "FBWR"})
+    return LayerSeconds(**{op: costs.mean(partial(waits, op=op)) for op in "FBWR"})
 
 
 def tensor_of(config: Config, hardware: Hardware) -> LayerSeconds:

@@ -49,7 +49,7 @@ def launches_of_halves(config: Config, hardware: Hardware) -> LayerSeconds:
     """
 
     def more(kind: LayerCosts, op: str) -> float:
-        shared = _OF_PARAMETERS * kind.parameters.count
+        shared = _OF_PARAMETERS * kind.parameters.n_arrays
         return hardware.seconds(Operations(launches=max(0.0, kind.kernels[op].launches - shared)))
 
     return LayerSeconds(*(costs_of(config).mean(partial(more, op=op)) for op in OPS))

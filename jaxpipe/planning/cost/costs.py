@@ -29,7 +29,7 @@ class Parameters(NamedTuple):
     specs: Any
 
     @property
-    def count(self) -> int:
+    def n_arrays(self) -> int:
         """Number of arrays."""
         import jax
 
@@ -227,11 +227,11 @@ def ring_costs(config: Config, layout: "StageLayout") -> list[LayerCosts]:
 def essentials(config: Config) -> Config:
     """Reduce a configuration to the settings that the ops of a device depend on."""
     parallel, train, documents = config.parallel, config.train, config.data.documents
-    packed = {"packing": "sequential", "max_documents": documents} if documents else {}
+    data = DataConfig(packing="sequential", max_documents=documents) if documents else DataConfig()
     return Config(
         model=config.model,
         lora=structs.replace(config.lora, adapter=""),
-        data=DataConfig(**packed),
+        data=data,
         parallel=ParallelConfig(
             pp=parallel.vocab_shared_by or 1,
             dp=lcm(parallel.cp, parallel.ep_replicas),

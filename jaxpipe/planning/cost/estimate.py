@@ -129,11 +129,11 @@ def estimates(
         results[variant] = _estimate_variant(config, devices, variant, seconds)
         if progress:
             progress(lambda: _done(results, len(every)))
-    refused = {v.label: results[v] for v in every if isinstance(results[v], str)}
+    refused = {v.label: found for v in every if isinstance(found := results[v], str)}
     rows = [
-        dataclasses.replace(results[v], configured=v == own)
+        dataclasses.replace(found, configured=v == own)
         for v in every
-        if v.label not in refused
+        if not isinstance(found := results[v], str)
     ]
     return rows, refused
 

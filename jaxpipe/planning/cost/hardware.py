@@ -108,9 +108,8 @@ def shares_of(config: Config, hardware: Hardware) -> tuple[LayerShare, ...]:
 
     computed = [relative({name: getattr(one, op) for name, one in compute.items()}) for op in "FBW"]
     exchanged = relative({name: sum(kind.exchanged.values()) for name, kind in costs.kinds.items()})
-    return tuple(
-        LayerShare(*(op[name] for op in computed), exchanged[name]) for name in costs.order
-    )
+    shares = (*computed, exchanged)
+    return tuple(LayerShare(*(share[name] for share in shares)) for name in costs.order)
 
 
 def copies_of(config: Config, hardware: Hardware) -> Copies:

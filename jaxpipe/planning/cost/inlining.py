@@ -5,6 +5,7 @@ from itertools import count
 from math import prod
 from typing import Any, NamedTuple
 
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 LOOPS = ("cond", "scan", "while")  # equations whose bodies stay bodies
@@ -98,7 +99,12 @@ def bodies_of(eqn: JaxprEqn) -> list[Jaxpr]:
     ]
 
 
+def array_of(var: Any) -> ShapedArray:
+    """Shape and dtype of the array that a variable or a literal stands for."""
+    return var.aval
+
+
 def bytes_of(var: Any) -> int:
     """Bytes of the array that a variable or a literal stands for."""
-    aval = var.aval
-    return prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+    array = array_of(var)
+    return prod(array.shape) * getattr(array.dtype, "itemsize", 4)

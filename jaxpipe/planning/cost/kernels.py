@@ -1,6 +1,5 @@
 """What the kernels of a function are: products, attention, bytes that they move, launches."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,8 +12,8 @@ class Product(NamedTuple):
 
     itemsize: int
     groups: int
-    rows: int
-    inner: int
+    rows: float
+    inner: float
     columns: int
     bytes: int
 
@@ -43,8 +42,8 @@ class Operations:
       launches: number of kernels.
     """
 
-    products: Counter[Product] = field(default_factory=Counter)
-    attentions: Counter[Attention] = field(default_factory=Counter)
+    products: dict[Product, float] = field(default_factory=dict)
+    attentions: dict[Attention, float] = field(default_factory=dict)
     moved: float = 0.0
     launches: float = 0.0
 
@@ -62,8 +61,8 @@ class Operations:
     def add(self, more: "Operations", times: float = 1) -> None:
         """Add those of another function, which runs `times` times."""
         for product, number in more.products.items():
-            self.products[product] += number * times
+            self.products[product] = self.products.get(product, 0) + number * times
         for attention, number in more.attentions.items():
-            self.attentions[attention] += number * times
+            self.attentions[attention] = self.attentions.get(attention, 0) + number * times
         self.moved += more.moved * times
         self.launches += more.launches * times

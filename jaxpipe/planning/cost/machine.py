@@ -199,7 +199,7 @@ def machine_of(device: str) -> Hardware:
 
 def _read(content: Mapping[str, Any], where: str, folder: Path = Path()) -> Hardware:
     names = [field.name for field in fields(Hardware)]
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in content.items():
         if key not in names:
             raise ConfigError(f"{where}: unknown key {key!r}: use some of {', '.join(names)}.")

@@ -11,7 +11,14 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxpipe.core.split.jaxpr import JOIN
 from jaxpipe.model.kernels import cudnn, grouped_fp8
-from jaxpipe.planning.cost.inlining import Equation, JaxprValue, bodies_of, bytes_of, inlined
+from jaxpipe.planning.cost.inlining import (
+    Equation,
+    JaxprValue,
+    array_of,
+    bodies_of,
+    bytes_of,
+    inlined,
+)
 from jaxpipe.planning.cost.kernels import Attention, Operations, Product
 
 _PRODUCTS = ("dot_general", "ragged_dot", grouped_fp8.NAME)
@@ -66,7 +73,7 @@ def _of_bodies(eqn: JaxprEqn, bodies: list[Jaxpr], iterations: float) -> Operati
         return max(each, key=lambda one: (one.flops(), one.moved))
     every = Operations()
     for body in each:
-        every.add(body, {"scan": eqn.params.get("length"), "while": iterations}.get(name, 1))
+        every.add(body, {"scan": eqn.params.get("length", 1), "while": iterations}.get(name, 1))
     return every
 
 
@@ -76,7 +83,10 @@ def _count_kernels(
 ) -> None:  # fmt: skip
     """Add the kernels of the steps, except those of bodies."""
     same = _renamed(steps)
-    named = lambda value: same.get(value, value)  # noqa: E731
+
+    def named(value: JaxprValue) -> JaxprValue:
+        return same.get(value, value)
+
     wanted = {named(value) for value in results}
     sums = wanted if adds else set()
     stored = (step for step in steps if _is_kernel(step) or step.name == JOIN)
@@ -120,12 +130,13 @@ def _count_kernel(step: Equation, added: int, found: Operations) -> None:
         return
     found.launches += 1
     moved = added + sum(map(bytes_of, (*eqn.invars, *eqn.outvars)))
-    shapes = tuple(var.aval.shape for var in eqn.invars)
+    shapes = tuple(array_of(var).shape for var in eqn.invars)
     if name.startswith(_PRODUCTS):
-        found.products[_product(eqn, moved)] += 1
+        found.add(Operations({_product(eqn, moved): 1}))
     elif (flops := cudnn.flops(name, shapes, eqn.params)) is not None:
         keys, width = shapes[1][1], shapes[0][-1]
-        found.attentions[Attention(keys, width, flops, cudnn.is_gradient(name))] += 1
+        attention = Attention(keys, width, flops, cudnn.is_gradient(name))
+        found.add(Operations(attentions={attention: 1}))
     elif name.startswith("scatter"):  # in place
         found.moved += 3 * bytes_of(eqn.invars[2])
     else:
@@ -133,14 +144,14 @@ def _count_kernel(step: Equation, added: int, found: Operations) -> None:
 
 
 def _product(eqn: JaxprEqn, moved: int) -> Product:
-    left, right = (var.aval for var in eqn.invars[:2])
+    left, right = map(array_of, eqn.invars[:2])
     itemsize = max(left.dtype.itemsize, right.dtype.itemsize)
     if eqn.primitive.name == "dot_general":
         (contract, _), (batch, _) = eqn.params["dimension_numbers"]
         inner, groups = (prod(left.shape[dim] for dim in dims) for dims in (contract, batch))
         rows = prod(left.shape) // (inner * groups)
         return Product(itemsize, groups, rows, inner, prod(right.shape) // (inner * groups), moved)
-    groups = prod(eqn.invars[2].aval.shape)
+    groups = prod(array_of(eqn.invars[2]).shape)
     if eqn.primitive.name == grouped_fp8.NAME:
         flops, inner = grouped_fp8.flops(left.shape, right.shape), left.shape[-1]
     else:
@@ -158,18 +169,18 @@ def _product(eqn: JaxprEqn, moved: int) -> Product:
     return Product(itemsize, groups, rows, inner / groups, columns, moved)
 
 
-def _ragged_flops(eqn: JaxprEqn) -> float:
+def _ragged_flops(eqn: JaxprEqn) -> int:
     """FLOPs of a grouped product, of each row with the matrix of its group."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contract), (_, batch) = numbers.dot_dimension_numbers
-    left, right = (var.aval.shape for var in eqn.invars[:2])
+    left, right = (array_of(var).shape for var in eqn.invars[:2])
     known = {*contract, *batch, *numbers.rhs_group_dimensions}
     return 2 * prod(left) * prod(size for dim, size in enumerate(right) if dim not in known)
 
 
 def _along_rows(eqn: JaxprEqn) -> bool:
     """Whether a reduction is over the last dims alone, within the rows that a kernel reads."""
-    axes, rank = eqn.params.get("axes", ()), len(eqn.invars[0].aval.shape)
+    axes, rank = eqn.params.get("axes", ()), len(array_of(eqn.invars[0]).shape)
     return sorted(axes) == list(range(rank - len(axes), rank)) and len(axes) < rank
 
 
@@ -201,4 +212,4 @@ def _renamed(steps: list[Equation]) -> dict[JaxprValue, JaxprValue]:
 
 def _is_scaled(step: Equation) -> bool:
     """Whether a product of two values has the size of the first, and the second is one number."""
-    return all(prod(var.aval.shape) == 1 for var in step.eqn.invars[1:])
+    return all(prod(array_of(var).shape) == 1 for var in step.eqn.invars[1:])

@@ -192,7 +192,8 @@ class OpSeconds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         stages = [of_stage(shares) for shares in self._shares_of(layers)]
         exchange = None
         if pairs and self.exchange != NO_EXCHANGE:
-            exchange = Costs(*zip(*(exchanged for _, exchanged in stages)))
+            f, b, w = zip(*(exchanged for _, exchanged in stages))
+            exchange = Costs(f, b, w)
         return Costs(
             F=tuple(seconds[0] + e + h for (seconds, _), e, h in zip(stages, embed, head)),
             B=tuple(seconds[1] + e for (seconds, _), e in zip(stages, embed_gradient)),

@@ -4,8 +4,7 @@ from typing import Literal, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxpipe.planning.cost.costs import size_of
-from jaxpipe.planning.cost.inlining import bodies_of
+from jaxpipe.planning.cost.inlining import bodies_of, bytes_of
 
 _SHARES = {  # of an operand, which a device sends to `others` of `members` devices
     "ppermute": lambda others, members: 1.0,
@@ -58,7 +57,7 @@ def sent_bytes(
             if name == "cond":
                 total += bodies[-1] if eqn.params.get("branches_platforms") else max(bodies)
             else:
-                times = {"scan": eqn.params.get("length"), "while": iterations}.get(name, 1)
+                times = {"scan": eqn.params.get("length", 1), "while": iterations}.get(name, 1)
                 total += sum(bodies) * times
             continue
         over, groups = eqn.params.get("axis_name"), eqn.params.get("axis_index_groups")
@@ -69,5 +68,5 @@ def sent_bytes(
             continue
         members = len(groups[0]) if groups else devices
         share = _SHARES[name](members - 1, members)
-        total += 1.0 if of == "calls" else size_of([var.aval for var in eqn.invars]) * share
+        total += 1.0 if of == "calls" else sum(map(bytes_of, eqn.invars)) * share
     return total

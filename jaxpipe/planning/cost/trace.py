@@ -29,6 +29,7 @@ from jaxpipe.model.layers.moe.balance import REAL
 from jaxpipe.model.loss import CHOICES
 from jaxpipe.model.neighbours import neighbour_keys
 from jaxpipe.planning.cost.costs import LayerCosts, ModelCosts, Parameters, size_of
+from jaxpipe.planning.cost.inlining import array_of
 from jaxpipe.planning.cost.kernels import Operations
 from jaxpipe.planning.cost.liveness import WorkingSet, working_set
 from jaxpipe.planning.cost.operations import operations_of
@@ -68,9 +69,11 @@ def trace(
     }
     costs: list[ModelCosts] = []
 
-    def on_device(own: Tree, layers: dict[str, Tree], rows: Tree, read: Tree) -> None:
+    def on_device(
+        own: Tree, layers: dict[str, Tree], rows: Tree, read: Tree, index: jax.Array
+    ) -> None:
         x = jax.eval_shape(functions.embed, own, rows)
-        index, trained = jax.ShapeDtypeStruct((), jnp.int32), is_trained(of_embed_head.specs)
+        trained = is_trained(of_embed_head.specs)
         context = Context(rows, index, None, functions.variables, read)
         for name, params in layers.items():
             kind = functions.kinds_by_name[name]
@@ -90,6 +93,7 @@ def trace(
         {name: _shards(layer, sizes, dtype) for name, layer in of_layers.items()},
         rows_of(config, functions),
         _shards(of_embed_head, sizes | {PP: 1}, dtype),
+        jax.ShapeDtypeStruct((), jnp.int32),
     )
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 5)
     run = jax.shard_map(
@@ -135,7 +139,7 @@ def _layer_costs(
     before = (config.layer_slices - 1) / 2
     # Of every op: its arguments; the places of those that are live, and of those in ring buffers.
     for_r = residuals.for_r
-    calls = {
+    calls: dict[str, tuple[Callable[..., Tree], tuple[Tree, ...], set[int], set[int]]] = {
         "F": (split.forward, (params, x, context), {1}, set()),
         "B": (split.backward_input, (params, context, residuals, dy), {3}, {2}),
         "W": (
@@ -225,7 +229,7 @@ def live_for_w(both: Jaxpr, handed: Tree, gradients: int, *, sends: bool) -> int
     read = {var for eqn in both.eqns for var in eqn.invars if isinstance(var, Var)}
     stash = 0
     for eqn in both.eqns:
-        given = [(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
+        given = [(one.shape, one.dtype) for one in map(array_of, eqn.outvars)]
         if eqn.primitive.name == "optimization_barrier" and given == wanted:
             stash = _bytes([var.aval for var in eqn.outvars if var in read])
     return stash if sends else min(stash, gradients)

@@ -31,10 +31,10 @@ def check_experts(config: Config) -> None:
             f"parallel.dp={parallel.dp}{over_tp} must be a multiple of parallel.dp_replicate="
             f"{groups} x parallel.ep={ep}: ep {sharers} share the experts; change one of them."
         )
-    sharers, what = ep, "devices"
+    holders, what = ep, "devices"
     if parallel.ep_hosts > 1:
-        sharers, what = parallel.ep_hosts, f"devices in {parallel.ep_hosts} hosts"
-    if ep > 1 and experts // sharers > COUNTED:
+        holders, what = parallel.ep_hosts, f"devices in {parallel.ep_hosts} hosts"
+    if ep > 1 and experts // holders > COUNTED:
         raise ConfigError(
             f"model.n_experts={experts} on parallel.ep={ep} {what} are more than {COUNTED} on "
             f"each, which is how far bfloat16 counts them exactly; raise parallel.ep."
