@@ -9,8 +9,8 @@ from msgspec import structs
 from jaxpipe.config import Config
 from jaxpipe.core.schedule import Placement, Schedule, ScheduleError
 from jaxpipe.lab.search.bounds import (
-    LeastLayout,
     ScheduleFacts,
+    least_layout,
     least_residuals,
     least_seconds,
     with_least_recomputation,
@@ -169,7 +169,7 @@ class BoundedSpace:
         return min(steps) * _ROUNDING
 
     def _may_fit(self, shape: Config, result: SearchResult) -> bool:
-        layout, sizes = LeastLayout.of(shape), []
+        layout, sizes = least_layout(shape), []
         for one in self.space.storages(shape):
             sizes.append(rank_bytes(one, layout, None).total)
             result.note(sizes[-1], one)

@@ -107,26 +107,19 @@ def least_residuals(config: Config, facts: ScheduleFacts, layout: "StageLayout")
     return sum(map(least, here))
 
 
-@dataclass(frozen=True)
-class LeastLayout:
-    """A layout with the fewest layer slots of a mesh, for `rank_bytes` without tables.
+def least_layout(config: Config) -> "StageLayout":
+    """Return a layout with the fewest layer slots of a mesh, for `rank_bytes` without tables.
+
+    Every slot is a chunk of its own, so that only one layer is gathered at a time.
 
     Proof that none has fewer: all ranks have the same slots, a slot holds one layer of its kind on
     each rank, and every layer is in a slot; so of n layers of a kind on P ranks a rank has at least
     n / P slots.
     """
+    from jaxpipe.core.mesh import StageLayout
 
-    slot_kinds: tuple[str, ...]
-    mirrored: bool = False
-
-    @classmethod
-    def of(cls, config: Config) -> "LeastLayout":
-        """The slots of a configuration's layers."""
-        counts = Counter(costs_of(config).order)
-        slots = {kind: -(-count // config.parallel.pp) for kind, count in counts.items()}
-        return cls(tuple(kind for kind, count in slots.items() for _ in range(count)))
-
-    @property
-    def chunk_kinds(self) -> tuple[tuple[str, ...], ...]:
-        """Every slot in a chunk of its own, so that only one layer is gathered at a time."""
-        return tuple((kind,) for kind in self.slot_kinds)
+    counts = Counter(costs_of(config).order)
+    slots = Counter({kind: -(-count // config.parallel.pp) for kind, count in counts.items()})
+    return StageLayout(
+        (1,) * slots.total(), Placement.loop(1, slots.total()), tuple(slots.elements())
+    )

@@ -111,8 +111,8 @@ class LayoutSearch:
             # Under "auto" the schedule depends on the memory that the state leaves.
             parallel = one.parallel
             groups = parallel.dp_replicate if parallel.reshards else 0
-            key = parallel.reshards, parallel.overlap_halves, groups
-            key = one if parallel.memory_limit == "auto" else key
+            way = parallel.reshards, parallel.overlap_halves, groups
+            key = one if parallel.memory_limit == "auto" else way
             if not self.space.is_legal(one):
                 continue
             try:
@@ -132,13 +132,13 @@ class LayoutSearch:
             size = rank_bytes(config, plan.layout, plan.buffers).total
             result.note(size, config)
             if size <= self.usable:
-                seconds = float(f"{scan + update_seconds(config, plan.layout, plan.seconds):.9g}")
+                total = float(f"{scan + update_seconds(config, plan.layout, plan.seconds):.9g}")
                 away = config.train.offload_layers + config.train.offload_moments
                 stored = replace(plan, config=config)
-                fitting.append(Found(seconds, away, size, number, stored))
+                fitting.append(Found(total, away, size, number, stored))
         best = min(fitting, key=lambda one: (one.seconds, one.offloaded, one.bytes), default=None)
-        plan = best and self.space.with_loop(best.plan)
-        return replace(best, plan=plan) if best and plan else None
+        looped = best and self.space.with_loop(best.plan)
+        return replace(best, plan=looped) if best and looped else None
 
 
 def _done(result: SearchResult) -> str:

@@ -233,9 +233,9 @@ class SearchSpace:
         own, alone = self._own, sizes["pp"] == 1
         streams = dict.fromkeys((True, own.sequence_parallel)) if sizes["tp"] > 1 else [False]
         streams = [True] if sizes["ep_over_tp"] else streams
-        vocabulary_choices = [False] if alone or own.defer_embed_head else [False, True]
+        vocabulary: Iterable[bool] = [False] if alone or own.defer_embed_head else [False, True]
         if own.vocab_parallel_pp != "auto":
-            vocabulary_choices = self._choose("parallel.vocab_parallel_pp", vocabulary_choices)
+            vocabulary = self._choose("parallel.vocab_parallel_pp", vocabulary)
         heads = {"cp_heads": own.cp_heads if sizes["cp"] == own.cp else 1}
         if "parallel.cp_heads" in self._fixed:
             heads = {}
@@ -244,7 +244,7 @@ class SearchSpace:
         if "parallel.overlap_halves" not in self._fixed:
             heads["overlap_halves"] = False  # of a schedule, `halves` has both
         for stream in self._choose("parallel.sequence_parallel", streams):
-            for shared in vocabulary_choices:
+            for shared in vocabulary:
                 how = {"sequence_parallel": stream, "vocab_parallel_pp": shared}
                 yield _with(self.config, parallel=sizes | heads | how)
 

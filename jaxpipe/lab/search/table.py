@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 import tomli_w
+from rich.console import JustifyMethod
 from rich.table import Table
 
 from jaxpipe.config import Config, ConfigError
 from jaxpipe.config.reading import read_tree
-from jaxpipe.core.schedule import simulate
+from jaxpipe.core.schedule import Op, simulate
 from jaxpipe.lab.search.layout_search import LayoutSearch
 from jaxpipe.lab.search.result import SearchResult
 from jaxpipe.lab.search.space import SEARCHED
@@ -20,7 +21,7 @@ from jaxpipe.planning.cost.seconds import NO_COPIES, NO_EXCHANGE
 
 _CLEAR = 0.0005  # of a step: what is printed as 0.1 %
 _GIB = 2**30
-_COLUMNS = {
+_COLUMNS: dict[str, JustifyMethod] = {
     "mesh": "left", "microbatches": "right", "remat": "left", "ZeRO": "right", "offloaded": "left",
     "schedule": "left", "head": "left", "GiB": "right", "seconds": "right",
     "compute": "right", "bubble": "right", "messages": "right", "tp": "right", "ep, cp": "right",
@@ -48,12 +49,13 @@ def time_parts(one: Estimate) -> dict[str, float]:
     costs = replace(plan, seconds=alone).costs
     forwards = plan.schedule.microbatches
     each = forwards / plan.schedule.pp
+    computed = sum(sum(costs.by_stage(op, plan.schedule.stages)) for op in (Op.F, Op.B, Op.W))
     tensor = seconds.tensor
     at_once = replace(plan, seconds=msgspec.structs.replace(seconds, transfer=0.0))
     sent = one.report.scan_makespan
     sent -= simulate(plan.schedule, at_once.costs, plan.lockstep).scan_makespan
     parts = {
-        "compute": each * sum(map(sum, (costs.F, costs.B, costs.W))),
+        "compute": each * computed,
         "messages": sent + one.mirroring,
         "tp": each * sum(plan.layers) * (tensor.F + tensor.whole_backward),
         "ep, cp": one.exposed,
