@@ -16,6 +16,7 @@ from jaxpipe.lab.bench.processes import BenchError, processor_name
 from jaxpipe.planning.cost.card import deviations
 from jaxpipe.planning.cost.card_table import (
     CardTable,
+    Itemsize,
     MeasuredAttention,
     MeasuredCopy,
     MeasuredProduct,
@@ -96,10 +97,9 @@ class Survey:
                 self._measure(kernel, total)
             else:
                 self._leave_out(kernel, "no time")
-        products, attention, copies = (
-            tuple(one for one in self._found if isinstance(one, kind))
-            for kind in (MeasuredProduct, MeasuredAttention, MeasuredCopy)
-        )
+        products = tuple(one for one in self._found if isinstance(one, MeasuredProduct))
+        attention = tuple(one for one in self._found if isinstance(one, MeasuredAttention))
+        copies = tuple(one for one in self._found if isinstance(one, MeasuredCopy))
         name = device_name(self._device)
         sheet = None if name in DEVICES else _measured_sheet(self._device, products, copies)
         table = CardTable(name, products, attention, copies, sustained, sheet)
@@ -154,7 +154,7 @@ def device_name(device: jax.Device) -> str:
     return data_sheet_of(device.device_kind) or device.device_kind
 
 
-def _itemsizes(device: jax.Device) -> tuple[int, ...]:
+def _itemsizes(device: jax.Device) -> tuple[Itemsize, ...]:
     """Itemsizes of the operands that are multiplied, those of most training first."""
     if device.platform == "cpu":
         return 4, 2

@@ -7,13 +7,18 @@ neither hoists nor fuses them.
 from collections.abc import Iterator
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.planning.cost.card_table import MeasuredAttention, MeasuredCopy, MeasuredProduct
+from jaxpipe.planning.cost.card_table import (
+    Itemsize,
+    MeasuredAttention,
+    MeasuredCopy,
+    MeasuredProduct,
+)
 from jaxpipe.run.measure.timed_loop import TimedLoop, iterations_of, repeated
 
 Tree = Any
@@ -23,7 +28,7 @@ _DTYPES = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32}
 class ProductKernel(NamedTuple):
     """Products of `groups` pairs, [rows, inner] with [inner, columns], as of layers and experts."""
 
-    itemsize: int
+    itemsize: Itemsize
     groups: int
     rows: int
     inner: int
@@ -137,7 +142,7 @@ class CopyKernel(NamedTuple):
 Kernel = ProductKernel | AttentionKernel | CopyKernel
 
 
-def needed(rows: int, itemsizes: tuple[int, ...]) -> Iterator[Kernel]:
+def needed(rows: int, itemsizes: tuple[Itemsize, ...]) -> Iterator[Kernel]:
     """The kernels without which a table has no laws: of the first of `itemsizes`, see `grid`."""
     large = 4 * rows * rows
     yield from (CopyKernel(rows), CopyKernel(large), CopyKernel(large, update=True))
@@ -149,7 +154,7 @@ def needed(rows: int, itemsizes: tuple[int, ...]) -> Iterator[Kernel]:
     yield attention(rows, 64, gradient=True)
 
 
-def grid(rows: int, itemsizes: tuple[int, ...]) -> Iterator[Kernel]:
+def grid(rows: int, itemsizes: tuple[Itemsize, ...]) -> Iterator[Kernel]:
     """The other kernels, the most important first.
 
     Sizes span what layers have: rows of a microbatch and of an expert, widths of tp shards to those
@@ -192,7 +197,7 @@ class TimedKernel:
     def __init__(self, kernel: Kernel):
         iterations = iterations_of(jax.default_backend())
 
-        def run(state: Tree, fixed: Tree, _: jax.Array) -> Tree:
+        def run(state: Tree, fixed: Tree, iteration: jax.Array) -> Tree:
             for _ in range(kernel.applied):
                 state = kernel.apply(state, fixed)
             return state
@@ -208,7 +213,7 @@ class TimedKernel:
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    how = "xla" if jax.default_backend() == "cpu" else "cudnn"
+    how: Literal["xla", "cudnn"] = "xla" if jax.default_backend() == "cpu" else "cudnn"
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)
 
 

@@ -139,7 +139,9 @@ def _device_name(device: jax.Device) -> str:
     """Return the device's name; for a CPU, its model and the number of usable cores."""
     if device.platform != "cpu":
         return device.device_kind
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     return f"{processor_name()}, {cores} core{'s' * (cores > 1)}"
 
 

@@ -96,7 +96,7 @@ class ProcessGroup:
         self._errors.close()
 
     def _answers(self) -> list[dict[str, Any]]:
-        lines = [process.stdout.readline() for process in self._processes]
+        lines = [process.stdout.readline() for process in self._processes if process.stdout]
         if not all(lines):
             self._errors.seek(0)
             last = (self._errors.read().strip().splitlines() or ["it printed nothing"])[-1]

@@ -1,6 +1,6 @@
 """Results of `bench step`: what is measured of a step, and the table that follows from it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 
 import msgspec
@@ -90,7 +90,7 @@ def _efficiency(seconds: Mapping[int, float], single: MeasuredStep) -> list[floa
     return [ratio / PP for ratio in ratios(single.seconds, seconds)]
 
 
-def _spread(values: Sequence[float], digits: int = 3) -> str:
+def _spread(values: Collection[float], digits: int = 3) -> str:
     if not values:
         return ""
     low, middle, high = (f"{f(values):.{digits}f}" for f in (min, median, max))

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jaxpipe.core.contract import LayerKind, LayerOutput, StageFunctions
 from jaxpipe.core.executor import Execution, Pipeline
 from jaxpipe.core.mesh import batch_spec, make_mesh
-from jaxpipe.core.schedule import Costs, Lockstep, Schedule
+from jaxpipe.core.schedule import Action, Costs, Lockstep, Op, Schedule
 from jaxpipe.core.schedule.scan import optimize_pace
 from jaxpipe.schedules import ScheduleVariant, build, find_family
 
@@ -96,8 +96,9 @@ def compile_sleeping_step(todo: SleepingStep) -> Callable[..., None]:
 def _functions(costs: Costs, is_asleep: list[bool]) -> StageFunctions:
     """Return a model of one layer kind whose F, B and W sleep for the given seconds."""
 
-    def slept(seconds: float, x: jax.Array) -> jax.Array:
+    def slept(op: Op, x: jax.Array) -> jax.Array:
         """Return x after a sleep that starts when x is available."""
+        seconds = costs.action_time(Action(op, 0, 0))  # stages are alike
 
         def sleep(x: jax.Array) -> np.ndarray:
             if is_asleep[0]:
@@ -108,11 +109,11 @@ def _functions(costs: Costs, is_asleep: list[bool]) -> StageFunctions:
 
     @jax.custom_vjp
     def product(w: jax.Array, x: jax.Array) -> jax.Array:
-        return slept(costs.F, x @ w)
+        return slept(Op.F, x @ w)
 
     product.defvjp(
         lambda w, x: (product(w, x), (w, x)),
-        lambda kept, dy: (slept(costs.W, kept[1].T @ dy), slept(costs.B, dy @ kept[0].T)),
+        lambda kept, dy: (slept(Op.W, kept[1].T @ dy), slept(Op.B, dy @ kept[0].T)),
     )
     return StageFunctions(
         embed=lambda shared, rows: rows["inputs"] * shared["scale"],

@@ -88,13 +88,14 @@ class BenchWorker(StepWorker):
         layers = dict(enumerate(trainer.layout.unstack(params["layers"])))
         leaves = jax.tree.leaves_with_path({"embed_head": params["embed_head"], "layers": layers})
         named = {jax.tree_util.keystr(at, simple=True, separator="/"): leaf for at, leaf in leaves}
-        np.savez(path, **named, **batch)
+        np.savez(path, **(named | batch))
         return {}
 
 
 def compile_accumulated_step(trainer: Trainer) -> Any:
     """Return the jitted step without a pipeline: gradients by `jax.grad`, summed over a scan."""
     functions = trainer.pipeline.functions
+    kind = functions.kinds_by_name["layer"]
 
     def step(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         count = functions.count(batch)
@@ -102,7 +103,7 @@ def compile_accumulated_step(trainer: Trainer) -> Any:
         def share(params: Tree, microbatch: Tree) -> jax.Array:
             x = functions.embed(params["embed_head"], microbatch)
             for layer in trainer.layout.unstack(params["layers"]):
-                x = trainer.model.layer(layer, x, Context(microbatch)).y
+                x = kind.layer(layer, x, Context(microbatch)).y
             return functions.head(params["embed_head"], x, microbatch).sum() / count
 
         def one(total: Tree, microbatch: Tree) -> tuple[Tree, jax.Array]:

@@ -11,6 +11,7 @@ from jaxpipe.config import ConfigError
 from jaxpipe.planning.cost.kernels import Product
 from jaxpipe.runtime.devices import DEVICES, Device
 
+Itemsize = Literal[1, 2, 4]
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Source = Annotated[str, msgspec.Meta(min_length=1)]
@@ -23,7 +24,7 @@ class MeasuredProduct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     not count. The source says where it was measured: date, versions and command, or a publication.
     """
 
-    itemsize: Literal[1, 2, 4]
+    itemsize: Itemsize
     groups: _Count
     rows: _Count
     columns: _Count
