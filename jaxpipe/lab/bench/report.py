@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
         names = ", ".join(item.name for item in every)
         raise ConfigError(f"--items {', '.join(sorted(unknown))}: use some of {names}.")
     result = _resume_or_start(out, arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     last = time.monotonic() + 60 * arguments.minutes
     try:
         for item in every:
@@ -98,6 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
     finally:
         result.write(out)
         print(table(result))
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _resume_or_start(out: Path, arguments: argparse.Namespace) -> ReportResult:
