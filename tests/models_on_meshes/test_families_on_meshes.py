@@ -219,16 +219,16 @@ def test_it_is_the_model_of_one_device(case, monkeypatch):
 
 
 def cases():
-    """Yield attention sinks, latent attention with a prediction, hybrids and compressed entries.
+    """Yield sinks, latent attention, hybrids, chosen keys and compressed entries.
 
-    Each runs in every schedule, and all else combines: packed documents, ring attention or shards
-    of a recurrence, slices where the schedule has them, tensor with sequence parallelism, experts
-    and ZeRO 3 over replicas. On 4 ranks, where 8 devices are too few for tp and replicas, the two
-    alternate.
+    Each runs in every schedule, and all else combines: packed documents, ring attention, gathered
+    keys or shards of a recurrence, slices where the schedule has them, tensor with sequence
+    parallelism, experts and ZeRO 3 over replicas. On 4 ranks, where 8 devices are too few for tp
+    and replicas, the two alternate.
     """
     rings = "packed_gpt_oss", "packed_mixture_ahead"
     hybrids = "packed_qwen3_next", "packed_kimi_linear", "packed_nemotron_h"
-    models = *rings, *hybrids, "packed_entries"
+    models = *rings, *hybrids, "packed_entries", "packed_indexed"
     for (m, model), (s, schedule), pp in product(enumerate(models), enumerate(BUILDERS), (2, 4)):
         replicas = {"cp": 2, "ep": 2, "zero_stage": 3, "reshard_after_forward": True}
         replicas["heads"] = 1 if model in rings else 0

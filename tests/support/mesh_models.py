@@ -148,6 +148,9 @@ MODELS = {
     "packed_indexed": DeepseekConfig(
         family="deepseek", **SIZES | {"n_layers": 3}, **INDEXED, **MIXTURE, mtp_depth=1
     ),
+    "packed_indexed_deep": DeepseekConfig(
+        family="deepseek", **SIZES | {"n_layers": 7}, **INDEXED, **MIXTURE, mtp_depth=1
+    ),
     # Pipeline layers of one, two, one and two blocks; then one that predicts a further token.
     "shared_index": DeepseekConfig(
         family="deepseek", **SIZES | {"n_layers": 7}, **INDEXED, index_group=2, index_first=1
