@@ -25,6 +25,10 @@ def check(*args, **how):
         ("indexed", "dualpipe", (2, 2, 2), {"cp": 2, "remat": "full", "poison_bubbles": True}),
         ("indexed", "interleaved_1f1b", (2, 1, 4), {"sequence": True, "slices": 2}),
         ("indexed", "zbv", (2, 2, 1), {"zero_stage": 3}),
+        (  # a loop over three layers, beside one and a prediction that one rank has each
+            "packed_indexed_deep", "1f1b", (2, 2, 1),
+            {"unroll_layers": 1, "cp": 2, "slices": 2, "remat": "full", "poison_bubbles": True},
+        ),
         ("shared_index", "zb_h1", (2, 1, 2), {"sequence": True, "slices": 2, "remat": "full"}),
         (
             "packed_shared_index", "1f1b", (2, 2, 2),
