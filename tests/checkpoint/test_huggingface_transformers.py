@@ -139,8 +139,9 @@ MODELS = {
 }  # fmt: skip
 # Where a query meets the state of a gated delta network nearly at a right angle, the norm of the
 # output enlarges rounding: transformers in float32 is as far from itself in float64, where
-# `tests/outside/test_relatives.py` compares both.
-TOLERANCES = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), 1e-4)
+# `tests/outside/test_relatives.py` compares both. For Gemma 3 it is 3e-5 on some processors.
+GATED = "qwen3_next", "qwen3_5", "qwen3_5_moe"
+TOLERANCES = dict.fromkeys((*GATED, "gemma3"), 1e-4)
 
 
 def made_by_transformers(model):
@@ -247,7 +248,7 @@ def test_transformers_and_the_decoder_agree_both_ways(tmp_path, name, shard_size
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert type(again) is type(theirs)
     assert again.dtype == torch.float32
-    repeated = TOLERANCES.get(name, 0)  # threads may add in another order
+    repeated = 1e-4 if name in GATED else 0  # threads may add in another order
     np.testing.assert_allclose(logits_of(again, tokens), expected, rtol=repeated, atol=repeated)
     before, after = theirs.state_dict(), again.state_dict()
     assert sorted(before) == sorted(after)

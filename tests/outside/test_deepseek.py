@@ -166,7 +166,7 @@ def test_what_transformers_lacks_is_not_written():
         MODELS["v3"][1] | {"architectures": ["DeepseekV3ForCausalLM"]}, "d"
     ))  # fmt: skip
     for fields, message in (
-        ({"router_bias": False}, "model.router_bias=False, but with model.router_score='sigmoid'"),
+        ({"router_bias": False}, "model.router_bias=False, but models with model.router_score"),
         ({"shared_experts": 0}, "both kinds of experts"),
         ({"router_score": "softmax"}, "model.norm_topk_prob=True, but"),
         ({"moe_every": 2}, "model.moe_every=2, but"),
