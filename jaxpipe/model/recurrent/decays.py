@@ -40,8 +40,7 @@ class HeadDecays(NamedTuple):
         if number is not None:
             seen = seen & (number == number.mT)
             # The gradient of a cumulative sum would be 0 at other documents up to rounding alone.
-            # GPUs would round the logarithms to 10 bits.
-            total = jnp.matmul(seen.astype(decay.dtype), decay, precision="highest")
+            total = seen.astype(decay.dtype) @ decay
         enters, until_end = jnp.exp(total), total[..., -1:, :] - total
         if number is None:
             leaves = jnp.exp(until_end)
